@@ -1,0 +1,37 @@
+"""Saving a timeline: the ending of the name chooses the view, and the file appears whole or not at all."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from schedules.errors import UnknownFormat
+
+if TYPE_CHECKING:
+    from schedules.timeline import Timeline
+
+VIEWS = {
+    ".html": "schedules.views.page",
+    ".png": "schedules.views.figure",
+    ".svg": "schedules.views.figure",
+    ".json": "schedules.views.trace",
+}
+
+
+def save(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Write ``timeline`` with the ``write(timeline, path)`` of the view that the ending names."""
+    target = Path(path)
+    view = VIEWS.get(target.suffix.lower())
+    if view is None:
+        raise UnknownFormat(
+            f"cannot save a timeline as {target.name!r}; let the name end in one of {', '.join(VIEWS)}"
+        )
+    # Beside the target, so that the replacement is one rename; the ending stays, since it chooses the format.
+    unfinished = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    try:
+        importlib.import_module(view).write(timeline, unfinished)
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)

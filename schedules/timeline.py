@@ -1,0 +1,202 @@
+"""The timeline: when everything started and ended, predicted or measured, in one and the same type."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedules.errors import StampError
+from schedules.schedule import Schedule
+from schedules.table import KIND, B, F, W
+
+if TYPE_CHECKING:
+    from schedules.causes import Bubble
+    from schedules.difference import Difference
+
+Seconds = NDArray[np.float64]
+
+BUSY = ("compute", "step")
+"""The tracks on which a rank itself works; the others are transfers that go on beside it."""
+
+
+class Span(NamedTuple):
+    """Something with a start and an end, in seconds from the start of the step."""
+
+    rank: int
+    track: str  # "compute", "reduce", "step" or "link"
+    action: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """One step. The arrays of a rank are aligned with ``schedule.rows[rank]``; time 0 is the step's start.
+
+    Not slotted, because idle causes and the like are computed on first use and kept.
+    """
+
+    schedule: Schedule
+    kind: Literal["predicted", "measured"]
+    start: tuple[Seconds, ...] = field(repr=False)
+    end: tuple[Seconds, ...] = field(repr=False)
+    other: tuple[Span, ...] = field(default=(), repr=False)
+    """Spans on tracks beside compute."""
+    hop: float = 0.0
+    """How long a message travels between two ranks; what a wait exceeds it by is not the link's fault."""
+    predicted: Timeline | None = field(default=None, repr=False)
+    """What was expected of a measured step, for views to draw above it."""
+
+    @staticmethod
+    def measured(
+        schedule: Schedule,
+        starts: Sequence[Sequence[float] | Seconds],
+        ends: Sequence[Sequence[float] | Seconds],
+        *,
+        other: Sequence[Span] = (),
+        hop: float = 0.0,
+        predicted: Timeline | None = None,
+    ) -> Timeline:
+        """A timeline of stamps: ``starts[r][i]`` and ``ends[r][i]`` are entry i of ``schedule.rows[r]``.
+
+        Seconds from the common start of the step; ``hop`` is the link's measured latency. Raises StampError when
+        the stamps do not match the rows.
+        """
+        lengths = np.diff(schedule.entries.starts).tolist()
+        for what, stamps in (("starts", starts), ("ends", ends)):
+            given = [len(row) for row in stamps]
+            if given != lengths:
+                raise StampError(f"{what} has {given} stamps a rank, the rows have {lengths} entries")
+        return Timeline(schedule, "measured", _frozen(starts), _frozen(ends), tuple(other), hop, predicted)
+
+    # How long, how busy.
+
+    @cached_property
+    def step_time(self) -> float:
+        """Seconds from the start of the step to the end of whatever ends last."""
+        ends = [float(end.max(initial=0.0)) for end in self.end]
+        return max([*ends, *(span.end for span in self.other)], default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds each rank works: its passes, and its optimizer step where there is one."""
+        seconds = [float((end - start).sum()) for start, end in zip(self.start, self.end, strict=True)]
+        for span in self.other:
+            if span.track in BUSY:
+                seconds[span.rank] += span.end - span.start
+        return tuple(seconds)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The fraction of the step each rank does not work."""
+        return tuple(1 - busy / self.step_time if self.step_time else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The mean of ``idle``: 1 - busy / (ranks x step time). Right when a step ends in a barrier."""
+        return float(np.mean(self.idle)) if self.idle else 0.0
+
+    @property
+    def span_bubble(self) -> float:
+        """The same over the longest span of a rank, from its own first start to its own last end.
+
+        The measure of the zero-bubble papers (arXiv 2401.10241, section 5.3), which let ranks begin the next
+        step one after the other.
+        """
+        rows = [(start, end) for start, end in zip(self.start, self.end, strict=True) if len(start)]
+        longest = max((float(end[-1] - start[0]) for start, end in rows), default=0.0)
+        work = sum(float((end - start).sum()) for start, end in rows)
+        return 1 - work / (self.schedule.ranks * longest) if longest else 0.0
+
+    # Memory, in micro-batches of a rank's whole share of the model.
+
+    @cached_property
+    def peak_activations(self) -> tuple[float, ...]:
+        """The most micro-batches a rank holds; one on one of v stages counts 1/v until its W or B ends."""
+        return tuple(float(live.max(initial=0.0)) for _, live in map(self.memory, range(self.schedule.ranks)))
+
+    def memory(self, rank: int) -> tuple[Seconds, NDArray[np.float64]]:
+        """Live activations over time as steps: ``live[i]`` from ``times[i]`` until ``times[i + 1]``."""
+        entries = slice(*self.schedule.entries.starts[rank : rank + 2])
+        taken, freed = (change[entries] for change in self._memory_changes)
+        times = np.stack([self.start[rank], self.end[rank]], axis=1).ravel()
+        live = np.cumsum(np.stack([taken, -freed], axis=1).ravel()) * self._stage_share
+        return np.concatenate([[0.0], times]), np.concatenate([[0.0], live])
+
+    @property
+    def _stage_share(self) -> float:
+        """What one stage is of a rank's share of the model; two copies of a stage are two whole stages."""
+        return self.schedule.ranks / max(self.schedule.num_layer_groups, 1)
+
+    @cached_property
+    def _memory_changes(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Stages' activations taken at the start and freed at the end of every entry."""
+        kind, entry = self.schedule.actions[:, KIND], self.schedule.entries.of_action
+        count = len(self.schedule.entries.rank)
+        taken = np.bincount(entry[kind == F], minlength=count)
+        # Without a backward nothing outlives its own forward.
+        frees = (kind == F) if self.schedule.forward_only else (kind == B) | (kind == W)
+        return taken, np.bincount(entry[frees], minlength=count)
+
+    # Why.
+
+    @cached_property
+    def bubbles(self) -> tuple[Bubble, ...]:
+        """Every idle stretch of every rank with its one cause, in order of rank and time."""
+        from schedules.causes import bubbles
+
+        return bubbles(self)
+
+    @cached_property
+    def idle_by_cause(self) -> tuple[Mapping[str, float], ...]:
+        """For each rank the fraction of the step lost to each cause; they sum to its ``idle``."""
+        from schedules.causes import idle_by_cause
+
+        return idle_by_cause(self)
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of passes that decides the step time: while none of them is shorter, nor is the step."""
+        from schedules.causes import critical_path
+
+        return critical_path(self)
+
+    def difference(self, other: Timeline) -> Difference:
+        """What changes from this timeline to ``other``; its ``text()`` says it in words."""
+        from schedules.difference import Difference
+
+        return Difference(self, other)
+
+    # What it looks like.
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """All spans: the compute track rank after rank, then the other tracks."""
+        compute = (
+            Span(rank, "compute", str(entry), start, end)
+            for rank, row in enumerate(self.schedule.rows)
+            for entry, start, end in zip(row, self.start[rank].tolist(), self.end[rank].tolist(), strict=True)
+        )
+        return (*compute, *self.other)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture (.png, .svg), a page (.html) or a trace for Perfetto (.json).
+
+        The file appears whole or not at all. Raises UnknownFormat for any other ending.
+        """
+        from schedules.saving import save
+
+        save(self, path)
+
+
+def _frozen(rows: Sequence[Sequence[float] | Seconds]) -> tuple[Seconds, ...]:
+    arrays = tuple(np.array(row, dtype=np.float64) for row in rows)
+    for array in arrays:
+        array.setflags(write=False)
+    return arrays
