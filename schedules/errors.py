@@ -37,3 +37,7 @@ class UnreadableSchedule(ScheduleError):
 
 class UnknownFormat(ScheduleError):
     """A timeline cannot be saved under a name that ends like this."""
+
+
+class MissingLibrary(ScheduleError):
+    """A view needs a library that is not installed; the message names the extra that brings it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,10 @@ VIEWS = {
 }
 
 
-def save(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write ``timeline`` with the ``write(timeline, path)`` of the view that the ending names."""
+def save(
+    timeline: Timeline, path: str | os.PathLike[str], *, over: Timeline | Sequence[Timeline] = (), unit: str = "s"
+) -> None:
+    """Write ``timeline``, over others on the same time axis, with the ``write`` of the view that the ending names."""
     target = Path(path)
     view = VIEWS.get(target.suffix.lower())
     if view is None:
@@ -31,7 +34,7 @@ def save(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     # Beside the target, so that the replacement is one rename; the ending stays, since it chooses the format.
     unfinished = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
     try:
-        importlib.import_module(view).write(timeline, unfinished)
+        importlib.import_module(view).write(timeline, unfinished, over=over, unit=unit)
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -185,14 +185,18 @@ class Timeline:
         )
         return (*compute, *self.other)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(
+        self, path: str | os.PathLike[str], *, over: Timeline | Sequence[Timeline] = (), unit: str = "s"
+    ) -> None:
         """Write a picture (.png, .svg), a page (.html) or a trace for Perfetto (.json).
 
-        The file appears whole or not at all. Raises UnknownFormat for any other ending.
+        ``over``: a timeline, or several, drawn below this one on the same time axis. ``unit``: "s" writes times as
+        seconds; "" writes plain numbers, for costs that are only relative. The file appears whole or not at all.
+        Raises UnknownFormat for any other ending, MissingLibrary where .png or .svg lack matplotlib.
         """
         from schedules.saving import save
 
-        save(self, path)
+        save(self, path, over=over, unit=unit)
 
 
 def _frozen(rows: Sequence[Sequence[float] | Seconds]) -> tuple[Seconds, ...]:
