@@ -1,0 +1,124 @@
+"""PipelineConfig: the settings of a training run, checked as a whole before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.errors import ConfigError
+from pipeline.setting_sources import Arguments, Source, add_flags, merge, read_flags, read_source
+from pipeline.setting_types import PartitionSetting, RecomputeSetting, ScheduleOption, explain
+
+__all__ = ["PipelineConfig"]
+
+
+class PipelineConfig(BaseModel):
+    """Everything that is chosen for a training run; frozen, and equal on every rank."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    # What runs when
+    schedule: str = "1f1b"
+    """Name of the schedule; `pipeloom schedules` lists them."""
+
+    schedule_options: Mapping[str, ScheduleOption] = {}
+    """Options of the schedule by name, as `pipeloom schedules` lists them; on the command line name=value."""
+
+    stages_per_rank: int | None = Field(None, ge=1)
+    """Stages that each rank holds; without it the schedule's own number."""
+
+    micro_batches: int = Field(8, ge=1)
+    """Micro-batches in one step of one data-parallel rank; each is one item of its iterator."""
+
+    data_parallel: int = Field(1, ge=1)
+    """Copies of the whole pipeline; pipeline ranks = world size / data_parallel."""
+
+    # What runs where
+    partition: PartitionSetting = "profile"
+    """Where the layer list is cut: profile (equal measured time), parameters (equal parameter count), uniform
+    (equal number of layers), type:REGEX (equal number of matching layers), or cut points as in 0,3,7."""
+
+    profile: Path | None = None
+    """File with a saved Profile, to be used instead of timing the layers before the first step."""
+
+    profile_runs: int = Field(5, ge=1)
+    """Timed runs of each layer when the layers are profiled; the median counts."""
+
+    # What is computed
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of the initial weights and of everything random in the layers."""
+
+    gradient_clipping: float | None = Field(None, gt=0)
+    """Largest norm of all gradients together; longer ones are scaled down to it. Without it none are."""
+
+    nonfinite_loss: Literal["raise", "ignore"] = "raise"
+    """What a loss that is infinite or not a number does to the step: end it with an error, or nothing."""
+
+    reference_numerics: bool = False
+    """Accumulate gradients exactly as plain PyTorch does, to the last bit; slower."""
+
+    recompute: RecomputeSetting = "none"
+    """Layers that keep only their input and run forward again before their backward: none, every,
+    every:N (each N-th), or layer numbers as in 0,2,5."""
+
+    # How it runs
+    device: str = "auto"
+    """Type of the device of each rank; auto takes an accelerator where there is one."""
+
+    threads: int = Field(1, ge=1)
+    """Threads inside an operator, on each rank. Results are the same bits only for the same number."""
+
+    receive_ahead: int = Field(2, ge=0)
+    """Receives posted before they are needed, on each channel from one rank to another."""
+
+    timeout: float = Field(300.0, gt=0)
+    """Seconds that a rank waits for another before all report what they wait for, and stop."""
+
+    if not TYPE_CHECKING:  # type checkers see the keywords that pydantic makes from the fields
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise ConfigError(explain(error, type(self))) from None
+
+    @classmethod
+    def load(cls, source: Source | PipelineConfig = None, arguments: Arguments = ()) -> PipelineConfig:
+        """The settings of ``source`` with those of the command line over them.
+
+        ``source`` is a config, a mapping, the path of a TOML, YAML or JSON file, or None for the defaults.
+        ``arguments`` is what follows a command, as in ``["--schedule", "gpipe"]``, or the namespace of a
+        parser that went through ``add_arguments``.  Raises ``ConfigError``, which names each wrong setting.
+        """
+        settings = source.model_dump() if isinstance(source, PipelineConfig) else read_source(source)
+        try:
+            config = cls(**settings)
+        except ConfigError as error:
+            if isinstance(source, str | Path):
+                raise ConfigError(f"{source}: {error}") from None
+            raise
+        flags = read_flags(cls, arguments)
+        return cls(**merge(settings, flags)) if flags else config
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Give ``parser`` one option for each setting, described in its help; ``load`` takes the result."""
+        add_flags(cls, parser)
+
+    def digest(self) -> str:
+        """16 hexadecimal digits, the same for equal settings in every process and on every machine."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def differences(self, other: PipelineConfig) -> tuple[str, ...]:
+        """Names of the settings whose values differ, in the order in which they stand here."""
+        return tuple(name for name in type(self).model_fields if getattr(self, name) != getattr(other, name))
+
+    def __hash__(self) -> int:
+        return hash(self.digest())

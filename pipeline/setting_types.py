@@ -1,0 +1,106 @@
+"""Types of settings that are more than a number or a word, and the sentence that refuses a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic_core import PydanticCustomError
+from pydantic_settings import NoDecode
+
+__all__ = ["PartitionSetting", "RecomputeSetting", "ScheduleOption", "did_you_mean", "explain"]
+
+PARTITION_METHODS = ("profile", "parameters", "uniform")
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """One sentence for each wrong setting: what was given and what is allowed, joined by a semicolon."""
+    return "; ".join(_sentence(detail, model) for detail in error.errors(include_url=False))
+
+
+def _sentence(detail: Any, model: type[BaseModel]) -> str:
+    name = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"there is no setting {name!r}; {did_you_mean(name, model.model_fields)}"
+    allowed = detail["msg"].replace("Input should", "it must", 1)
+    field = model.model_fields.get(name)
+    default = f" (default: {field.default!r})" if field else ""
+    return f"{name} = {detail['input']!r} is not possible: {allowed}{default}"
+
+
+def did_you_mean(given: str, names: Iterable[str]) -> str:
+    """The nearest of ``names`` as a question, or all of them where none is near."""
+    known = list(names)
+    close = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
+
+
+def _partition(value: object) -> object:
+    """A method's name, or cut points as a tuple that never goes down."""
+    if value in PARTITION_METHODS:
+        return value
+    if isinstance(value, str) and value.startswith("type:"):
+        return _type_pattern(value)
+    cuts = _integers(value)
+    if cuts is not None and list(cuts) == sorted(cuts):
+        return cuts
+    hint = f"; {did_you_mean(value, PARTITION_METHODS)}" if cuts is None and isinstance(value, str) else ""
+    raise _refusal(
+        "it must be one of profile, parameters, uniform, or type:REGEX, or numbers of layers in rising order "
+        "as in 0,3,7" + hint
+    )
+
+
+def _type_pattern(method: str) -> str:
+    pattern = method.removeprefix("type:")
+    if not pattern:
+        raise _refusal("after type: must stand the type of a layer, as in type:Block")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise _refusal(f"after type: must stand a regular expression ({error})") from None
+    return method
+
+
+def _recompute(value: object) -> object:
+    """``none``, ``every``, ``every:N`` with N above 1, or layer numbers in order, each once."""
+    if isinstance(value, str):
+        word, _, step = value.partition(":")
+        if value in ("none", "every"):
+            return value
+        if word == "every" and step.isdecimal() and int(step) > 0:
+            return "every" if int(step) == 1 else f"every:{int(step)}"
+    layers = _integers(value)
+    if layers is not None:
+        return tuple(sorted(set(layers)))
+    raise _refusal("it must be none, every, every:N with N at least 1, or layer numbers as in 0,2,5")
+
+
+def _schedule_option(value: object) -> object:
+    if isinstance(value, bool | int | float | str):
+        return value
+    raise _refusal("it must be a number, a word, true or false")
+
+
+def _integers(value: object) -> tuple[int, ...] | None:
+    """``(0, 3, 7)`` for ``"0,3,7"``, ``"[0, 3, 7]"`` or any sequence of these; None for everything else."""
+    if isinstance(value, str):
+        value = value.strip().removeprefix("[").removesuffix("]").split(",")
+    if not isinstance(value, Sequence) or not value:
+        return None
+    words = [str(item).strip() for item in value]
+    return tuple(map(int, words)) if all(word.isdecimal() for word in words) else None
+
+
+def _refusal(sentence: str) -> PydanticCustomError:
+    # The message is a template for pydantic, and a pattern may hold braces.
+    return PydanticCustomError("setting", "{sentence}", {"sentence": sentence})
+
+
+# NoDecode: on the command line the whole word comes here, not a list split at the commas of a pattern.
+PartitionSetting = Annotated[str | tuple[int, ...], NoDecode, BeforeValidator(_partition)]
+RecomputeSetting = Annotated[str | tuple[int, ...], NoDecode, BeforeValidator(_recompute)]
+ScheduleOption = Annotated[bool | int | float | str, BeforeValidator(_schedule_option)]
