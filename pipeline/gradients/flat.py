@@ -1,0 +1,245 @@
+"""A layer's parameters and gradients as views of contiguous vectors, one pair of vectors for each dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import GradientError
+
+ALIGNMENT = 64
+"""Bytes to which the start of every parameter is padded: a cache line, and the width of the widest vector load."""
+
+FROZEN = -1
+"""The group of parameters that need no gradient; they stand behind the trainable ones in their vector."""
+
+
+class Slot(NamedTuple):
+    """Where one parameter lies: `numel` elements from `offset`, in the parameter and in the gradient vector alike."""
+
+    name: str
+    shape: torch.Size
+    vector: int
+    offset: int
+    numel: int
+    group: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.offset + self.numel
+
+
+class FlatVector(NamedTuple):
+    """All parameters of one dtype, and the gradients of the trainable ones, which stand first."""
+
+    parameters: Tensor
+    gradients: Tensor
+
+
+class Segment(NamedTuple):
+    """What one optimizer group owns of one vector: two 1-D views of equal length, padding (always 0) included."""
+
+    group: int
+    vector: int
+    start: int
+    stop: int
+    parameters: Tensor
+    gradients: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trainable:
+    """A trainable parameter, its gradient as the queue sees it and as autograd sees it: the same memory.
+
+    `preset` has a version counter of its own (a view shares its base's), so that its version counts what autograd
+    alone has added.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    gradient: Tensor
+    preset: Tensor
+    widened: bool
+
+
+class FlatLayer:
+    """Moves a module's parameters into contiguous vectors and gives it gradients that accumulate in place.
+
+    Gradients have the wider of float32 and the parameter's dtype (or `accumulate_dtype`). Where that is the parameter's
+    own dtype, `parameter.grad` is preset to a view of the gradient vector, and autograd adds into it; where it is
+    wider, a hook adds what autograd brings into the view and drops it, and `parameter.grad` is None between backwards.
+
+    `group_of(name, parameter)` numbers the optimizer groups from 0: the parameters of one group lie side by side.
+    A parameter that the module holds under two names is one slot, under its first name.
+    """
+
+    __slots__ = ("_trainable", "module", "slots", "vectors")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        accumulate_dtype: torch.dtype | None = None,
+        group_of: Callable[[str, nn.Parameter], int] | None = None,
+    ) -> None:
+        named = dict(module.named_parameters())
+        self.module = module
+        self.slots, lengths = _lay_out(named, group_of or (lambda name, parameter: 0))
+        self.vectors = tuple(_allocate(*length, accumulate_dtype) for length in lengths)
+        trainable = []
+        for slot in self.slots:
+            parameter = named[slot.name]
+            _move(parameter, self.vectors[slot.vector].parameters, slot)
+            if slot.group != FROZEN:
+                trainable.append(_attach(parameter, self.vectors[slot.vector].gradients, slot))
+        self._trainable = {id(entry.parameter): entry for entry in trainable}
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The stretch of each (vector, optimizer group), in that order; a frozen parameter is in none."""
+        bounds: dict[tuple[int, int], tuple[int, int]] = {}
+        for slot in self.slots:
+            if slot.group != FROZEN:
+                start, stop = bounds.get((slot.vector, slot.group), (slot.offset, slot.end))
+                bounds[slot.vector, slot.group] = (min(start, slot.offset), max(stop, slot.end))
+        segments = []
+        for (vector, group), (start, stop) in sorted(bounds.items()):
+            parameters, gradients = self.vectors[vector]
+            segments.append(
+                Segment(group, vector, start, stop, parameters[start:stop], gradients[start:stop])
+            )
+        return tuple(segments)
+
+    def zero_gradients(self) -> None:
+        """Set every gradient to 0, in place."""
+        for vector in self.vectors:
+            vector.gradients.zero_()
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The view into which the gradient of a trainable parameter of this layer accumulates; None for others."""
+        entry = self._trainable.get(id(parameter))
+        return None if entry is None else entry.gradient
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient view of every trainable parameter, by name."""
+        return {entry.name: entry.gradient for entry in self._trainable.values()}
+
+    def autograd_additions(self, parameter: nn.Parameter) -> int:
+        """How often autograd itself, not a queue, has added into this trainable parameter's gradient so far."""
+        return self._trainable[id(parameter)].preset._version
+
+    def is_widened(self, parameter: nn.Parameter) -> bool:
+        """Whether this trainable parameter's gradient is wider than the parameter and reaches its view by a hook."""
+        return self._trainable[id(parameter)].widened
+
+    def check_gradients(self) -> None:
+        """Raise GradientError, naming the parameter, if its `.grad` is no longer what this layer has set."""
+        for entry in self._trainable.values():
+            grad = entry.parameter.grad
+            if grad is entry.preset or (entry.widened and grad is None):
+                continue
+            if grad is None or entry.widened or grad.data_ptr() != entry.preset.data_ptr():
+                raise GradientError(
+                    f"the gradient of {entry.name!r} was replaced ({_describe(grad)}): gradients live in one vector "
+                    "per layer, and one elsewhere would be lost. Change it in place (parameter.grad.mul_(...)), and "
+                    "leave zeroing to the engine instead of zero_grad(set_to_none=True)"
+                )
+
+
+def share_storage(first: FlatLayer, second: FlatLayer) -> None:
+    """Make `second`'s parameters views of `first`'s vectors, as tied weights are; gradients stay apart.
+
+    Both must hold the same names, shapes, dtypes and groups. Later changes of one module's values are the other's.
+    """
+    if first.slots != second.slots or [v.parameters.dtype for v in first.vectors] != [
+        v.parameters.dtype for v in second.vectors
+    ]:
+        raise GradientError(
+            f"cannot tie {type(second.module).__name__} to {type(first.module).__name__}: parameters "
+            f"{[(s.name, tuple(s.shape)) for s in second.slots]} against "
+            f"{[(s.name, tuple(s.shape)) for s in first.slots]}. Build both from the same specification, frozen "
+            "alike and in the same optimizer groups"
+        )
+    named = dict(second.module.named_parameters())
+    for slot in second.slots:
+        vector = first.vectors[slot.vector].parameters
+        named[slot.name].data = vector[slot.offset : slot.end].view(slot.shape)
+    second.vectors = tuple(
+        FlatVector(mine.parameters, own.gradients)
+        for mine, own in zip(first.vectors, second.vectors, strict=True)
+    )
+
+
+def _lay_out(
+    named: dict[str, nn.Parameter], group_of: Callable[[str, nn.Parameter], int]
+) -> tuple[tuple[Slot, ...], list[tuple[torch.dtype, torch.device, int, int]]]:
+    """Slots in the module's order, and (dtype, device, trainable length, whole length) of each vector, in elements."""
+    kinds = list(dict.fromkeys((p.dtype, p.device) for p in named.values()))
+    groups = {
+        name: group_of(name, parameter) if parameter.requires_grad else FROZEN
+        for name, parameter in named.items()
+    }
+    slots: dict[str, Slot] = {}
+    lengths = []
+    for vector, (dtype, device) in enumerate(kinds):
+        members = [name for name, p in named.items() if (p.dtype, p.device) == (dtype, device)]
+        members.sort(key=lambda name: (groups[name] == FROZEN, groups[name]))
+        step = ALIGNMENT // dtype.itemsize
+        trainable = length = 0
+        for name in members:
+            parameter = named[name]
+            slots[name] = Slot(name, parameter.shape, vector, length, parameter.numel(), groups[name])
+            length += -(-parameter.numel() // step) * step
+            trainable = trainable if groups[name] == FROZEN else length
+        lengths.append((dtype, device, trainable, length))
+    return tuple(slots[name] for name in named), lengths
+
+
+def _allocate(
+    dtype: torch.dtype, device: torch.device, trainable: int, length: int, accumulate: torch.dtype | None
+) -> FlatVector:
+    wide = torch.promote_types(dtype, accumulate or torch.float32)
+    return FlatVector(
+        torch.zeros(length, dtype=dtype, device=device), torch.zeros(trainable, dtype=wide, device=device)
+    )
+
+
+def _move(parameter: nn.Parameter, vector: Tensor, slot: Slot) -> None:
+    view = vector[slot.offset : slot.end].view(slot.shape)
+    with torch.no_grad():
+        view.copy_(parameter)
+    parameter.data = view
+
+
+def _attach(parameter: nn.Parameter, vector: Tensor, slot: Slot) -> _Trainable:
+    gradient = vector[slot.offset : slot.end].view(slot.shape)
+    # Unlike a view or detach(), .data starts a version counter of its own.
+    preset = gradient.data
+    widened = gradient.dtype != parameter.dtype
+    if widened:
+        parameter.grad = None
+        parameter.register_post_accumulate_grad_hook(_Widen(preset))
+    else:
+        parameter.grad = preset
+    return _Trainable(slot.name, parameter, gradient, preset, widened)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Widen:
+    """Adds what autograd left in `parameter.grad` into the wider gradient, and drops it."""
+
+    gradient: Tensor
+
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.gradient.add_(parameter.grad)
+            parameter.grad = None
+
+
+def _describe(grad: Tensor | None) -> str:
+    return "now None" if grad is None else f"now a {grad.dtype} tensor of shape {tuple(grad.shape)}"
