@@ -241,7 +241,7 @@ def test_every_wrong_setting_is_named_at_once() -> None:
         ("train.ini", "", "the name of a configuration file must end in .toml, .yaml, .yml, .json"),
         ("train.toml", "seed = ", "is no valid TOML (Invalid value (at end of document))"),
         ("train.json", "[1]", "must hold settings by name, not a list"),
-        ("train.toml", "seed = 1.5", "seed = 1.5 is not possible: it must be a valid integer, got a number with"),
+        ("train.toml", "seed = 1.5", "seed = 1.5 is not possible: it must be a valid integer, got a number"),
         ("train.yaml", "sed: 1", "there is no setting 'sed'; did you mean 'seed'?"),
     ],
 )
