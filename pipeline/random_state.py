@@ -1,0 +1,59 @@
+"""Random state that depends on what is computed (seed, step, micro-batch, layer), never on where or when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def key(seed: int, step: int, micro_batch: int, layer: int) -> int:
+    """A 64-bit seed for one layer's work on one micro-batch; equal on every machine and in every version.
+
+    Each number (any integer, taken modulo 2^64) is absorbed in turn by the finaliser of SplitMix64 (Steele,
+    Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), under which every bit of
+    the input moves about half of the bits of the result.
+    """
+    state = 0
+    for number in (seed, step, micro_batch, layer):
+        state = _mix((state + 0x9E3779B97F4A7C15 + (number & _MASK)) & _MASK)
+    return state
+
+
+def seed_generator(device: torch.device, key: int) -> None:
+    """Start the device's default generator from a key.
+
+    It is set directly: `torch.manual_seed` visits every kind of device and costs hundreds of microseconds.
+    A CPU's generator takes the low 32 bits of the key only. It is one for the process, so that ranks which
+    are threads hold a lock while a layer draws from it.
+    """
+    _generator(device).manual_seed(key)
+
+
+@contextmanager
+def preserved(device: torch.device) -> Iterator[None]:
+    """Put the device's default generator back, at the end, to the state it has now."""
+    generator = _generator(device)
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
