@@ -13,7 +13,8 @@ RANKS := 2
 ARGS :=
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-PYTHON ?= $(shell for python in python3 python python3.14 python3.13 python3.12 python3.11; do \
+CANDIDATES := python3 python python3.14 python3.13 python3.12 python3.11
+PYTHON ?= $(shell for python in $(CANDIDATES); do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
 # One thread a rank: numbers are promised for a fixed number of threads, and ranks share the cores.
@@ -31,8 +32,8 @@ test: $(READY)
 	$(BIN)/pytest $(ARGS)
 
 $(READY): pyproject.toml constraints.txt
-	@python='$(PYTHON)'; $${python:-false} -c '$(NEW_ENOUGH)' 2>/dev/null || { \
-		echo "pipeloom needs Python 3.11 or newer, and $${python:-no interpreter on the path} is not;" \
+	@$(or $(PYTHON),false) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
+		echo "pipeloom needs Python 3.11 or newer (tried: $(or $(PYTHON),$(CANDIDATES)));" \
 			"name one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
