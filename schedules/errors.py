@@ -15,12 +15,24 @@ class ImpossibleShape(ScheduleError):
     """The schedule exists, but not for this shape; the message names the nearest numbers that work."""
 
 
+class UnknownOption(ScheduleError):
+    """The schedule has no option of this name."""
+
+
+class DuplicateSchedule(ScheduleError):
+    """Two schedules want the same name."""
+
+
 class IllegalSchedule(ScheduleError):
     """An action is missing, doubled, on the wrong rank, or runs before what it needs."""
 
 
 class DeadlockError(IllegalSchedule):
     """Ranks wait for each other in a circle; the message prints the circle."""
+
+
+class IllegalProgram(ScheduleError):
+    """A program does not do what its schedule says, or sends what nobody takes in."""
 
 
 class CostError(ScheduleError):

@@ -22,7 +22,11 @@ VIEWS = {
 
 
 def save(
-    timeline: Timeline, path: str | os.PathLike[str], *, over: Timeline | Sequence[Timeline] = (), unit: str = "s"
+    timeline: Timeline,
+    path: str | os.PathLike[str],
+    *,
+    over: Timeline | Sequence[Timeline] = (),
+    unit: str = "s",
 ) -> None:
     """Write ``timeline``, over others on the same time axis, with the ``write`` of the view that the ending names."""
     target = Path(path)

@@ -11,10 +11,25 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.action import Entry
+from schedules.action import Action, Entry
 from schedules.errors import IllegalSchedule
+from schedules.messages import senders
 from schedules.needs import Needs, needs
-from schedules.table import JOINED, KIND, MICRO_BATCH, STAGE, B, F, I, Row, Table, W, as_entries, as_table
+from schedules.table import (
+    JOINED,
+    KIND,
+    KINDS,
+    MICRO_BATCH,
+    STAGE,
+    B,
+    F,
+    I,
+    Row,
+    Table,
+    W,
+    as_entries,
+    as_table,
+)
 
 if TYPE_CHECKING:
     import networkx
@@ -72,7 +87,9 @@ class Schedule:
         layer_group_of_stage: Sequence[int] | None = None,
         micro_batches: int | None = None,
     ) -> Schedule:
-        """A schedule of rows given as actions or as tables; what is left out is as with one copy of the weights.
+        """A schedule of rows given as actions or as tables, with one copy of the weights unless told otherwise.
+
+        A micro-batch takes the route on whose stages it runs.
 
         Raises IllegalSchedule for numbers of stages, micro-batches or ranks that do not exist; ``check`` looks
         at the rest.
@@ -82,13 +99,18 @@ class Schedule:
         if micro_batches is None:
             micro_batches = int(actions[:, MICRO_BATCH].max(initial=-1)) + 1
         stages = range(len(rank_of_stage))
+        routes = (tuple(stages),) if routes is None else tuple(tuple(map(int, route)) for route in routes)
         return Schedule(
             name=name,
             ranks=len(tables),
             micro_batches=micro_batches,
             rank_of_stage=tuple(map(int, rank_of_stage)),
-            routes=(tuple(stages),) if routes is None else tuple(tuple(route) for route in routes),
-            route_of_micro_batch=tuple(route_of_micro_batch or (0,) * micro_batches),
+            routes=routes,
+            route_of_micro_batch=tuple(
+                _routes_taken(actions, routes, micro_batches)
+                if route_of_micro_batch is None
+                else route_of_micro_batch
+            ),
             layer_group_of_stage=tuple(layer_group_of_stage or stages),
             actions=actions,
             row_starts=(0, *np.cumsum([len(table) for table in tables]).tolist()),
@@ -178,6 +200,11 @@ class Schedule:
         return Entries(of_action, np.flatnonzero(opens), starts, rank)
 
     @cached_property
+    def rank_of_action(self) -> NDArray[np.intp]:
+        """The rank that runs each action, shape (actions,)."""
+        return np.repeat(np.arange(self.ranks), np.diff(self.row_starts))
+
+    @cached_property
     def neighbours(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """The previous and the next stage, each of shape (routes, stages), -1 where there is none."""
         previous = np.full((len(self.routes), self.num_stages), -1, dtype=np.intp)
@@ -191,6 +218,25 @@ class Schedule:
     def needs(self) -> Needs:
         """What must have run before each action, as numbers of actions; see ``schedules.needs``."""
         return needs(self.actions, *self.neighbours, np.array(self.route_of_micro_batch, dtype=np.intp))
+
+    @cached_property
+    def senders(self) -> NDArray[np.intp]:
+        """The entries of other ranks whose messages each entry needs, shape (messages per entry, entries).
+
+        The number of entries stands for "no message". Needs on the same rank are met by the order of the row;
+        raises IllegalSchedule where they are not.
+        """
+        return senders(self)
+
+    def action(self, number: int | np.integer) -> Action:
+        """The action with this number in ``actions``."""
+        stage, kind, micro_batch, _ = self.actions[number].tolist()
+        return Action(stage, KINDS[kind], micro_batch)
+
+    def describe(self, entry: int) -> str:
+        """An entry for messages: "rank 2's 5F3"."""
+        first, rank = int(self.entries.first_action[entry]), int(self.entries.rank[entry])
+        return f"rank {rank}'s {as_entries(self.actions[first : first + 1 + self.actions[first, JOINED]])[0]}"
 
     # Elsewhere.
 
@@ -254,6 +300,13 @@ class Schedule:
         ):
             if len(given) != wanted:
                 raise IllegalSchedule(f"{self.name}: {what} has {len(given)} numbers, it must have {wanted}")
+
+
+def _routes_taken(actions: Table, routes: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[int, ...]:
+    taken = np.zeros(micro_batches, dtype=np.intp)
+    for number, route in enumerate(routes[1:], start=1):
+        taken[actions[np.isin(actions[:, STAGE], route), MICRO_BATCH]] = number
+    return tuple(taken.tolist())
 
 
 def _increasing(stage: NDArray[np.int32], micro_batch: NDArray[np.int32]) -> bool:

@@ -50,8 +50,6 @@ class Timeline:
     """Spans on tracks beside compute."""
     hop: float = 0.0
     """How long a message travels between two ranks; what a wait exceeds it by is not the link's fault."""
-    predicted: Timeline | None = field(default=None, repr=False)
-    """What was expected of a measured step, for views to draw above it."""
 
     @staticmethod
     def measured(
@@ -61,7 +59,6 @@ class Timeline:
         *,
         other: Sequence[Span] = (),
         hop: float = 0.0,
-        predicted: Timeline | None = None,
     ) -> Timeline:
         """A timeline of stamps: ``starts[r][i]`` and ``ends[r][i]`` are entry i of ``schedule.rows[r]``.
 
@@ -73,7 +70,7 @@ class Timeline:
             given = [len(row) for row in stamps]
             if given != lengths:
                 raise StampError(f"{what} has {given} stamps a rank, the rows have {lengths} entries")
-        return Timeline(schedule, "measured", _frozen(starts), _frozen(ends), tuple(other), hop, predicted)
+        return Timeline(schedule, "measured", _frozen(starts), _frozen(ends), tuple(other), hop)
 
     # How long, how busy.
 
