@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +25,12 @@ def pages() -> list[Path]:
     return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
+def read(path: Path | str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 def nodes(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return ast.walk(ast.parse(read(path)))
 
 
 def name(path: Path) -> str:
@@ -37,7 +43,7 @@ def test_the_packages_are_found() -> None:
 
 @pytest.mark.parametrize("path", sources(*PACKAGES), ids=name)
 def test_a_file_holds_one_idea(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+    text = read(path)
     assert len(text.splitlines()) <= 400, "split it: a file of the packages has at most 400 lines"
     assert not text.strip() or ast.get_docstring(ast.parse(text)), "the first line says what the file is for"
 
@@ -70,7 +76,7 @@ def test_only_pipeline_knows_torch(path: Path) -> None:
 
 @pytest.mark.parametrize("path", pages(), ids=name)
 def test_links_of_a_page_lead_somewhere(path: Path) -> None:
-    targets = [target.split("#")[0] for target in LINK.findall(path.read_text(encoding="utf-8"))]
+    targets = [target.split("#")[0] for target in LINK.findall(read(path))]
     files = [target for target in targets if target and not target.startswith(("http://", "https://"))]
     missing = [target for target in files if not (path.parent / target).exists()]
     assert not missing
@@ -78,19 +84,31 @@ def test_links_of_a_page_lead_somewhere(path: Path) -> None:
 
 def test_every_decision_is_in_the_index() -> None:
     folder = ROOT / "docs" / "decisions"
-    linked = LINK.findall((folder / "README.md").read_text(encoding="utf-8"))
+    linked = LINK.findall(read(folder / "README.md"))
     assert sorted(linked) == sorted(path.name for path in folder.glob("[0-9]*.md"))
 
 
 def test_the_changelog_has_a_place_for_what_comes_next() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    text = read("CHANGELOG.md")
     assert re.search(r"^## Unreleased$", text, re.MULTILINE)
 
 
 def test_constraints_cover_every_dependency() -> None:
     """Otherwise a set-up of next month is another one than that of today."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(read("pyproject.toml"))["project"]
     wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
-    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    pinned = re.findall(r"^([\w.-]+)==", read("constraints.txt"), re.MULTILINE)
     names = {re.split(r"[\[<>=!~ ]", line)[0].lower() for line in wanted}
     assert names <= {pin.lower() for pin in pinned}
+
+
+def test_the_schedule_in_contributing_runs() -> None:
+    """In a process of its own: it registers a schedule."""
+    [code] = re.findall(r"```python\n(.*?)```", read("CONTRIBUTING.md"), re.DOTALL)
+    code += """
+import schedules
+for row in schedules.build("one-at-a-time", ranks=2, micro_batches=2).rows:
+    print(*row)
+"""
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert printed == "0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1\n"
