@@ -1,0 +1,1 @@
+"""Pictures of timelines: terminal text, PNG and SVG, an offline HTML page, a Perfetto trace."""

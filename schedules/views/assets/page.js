@@ -1,0 +1,396 @@
+// The page itself: where rows stand, which part of the step is in view, and what is under the pointer.
+
+const $ = id => document.getElementById(id);
+const GUTTER = { left: 74, right: 132 }, AXIS = 26, MEMORY = 104, MOST = 64, WINDOW = 16;
+const state = { from: 0, to: page.end, byRank: false, critical: false, first: 0, x: null, y: null, seen: null };
+let layout, patterns;
+
+const width = () => $("chart").clientWidth;
+const inner = () => Math.max(50, width() - GUTTER.left - GUTTER.right);
+const scale = time => GUTTER.left + ((time - state.from) / (state.to - state.from)) * inner();
+const timeAt = x => state.from + ((x - GUTTER.left) / inner()) * (state.to - state.from);
+
+// The rows that are drawn: all of them up to 64 ranks, else a window of 16 which the overview moves.
+function rowsOf(timeline) {
+  return timeline.overview ? timeline.rows.slice(state.first, state.first + WINDOW) : timeline.rows;
+}
+
+function arrange() {
+  const shown = Math.max(...page.timelines.map(timeline => rowsOf(timeline).length));
+  const tall = shown <= 8 ? 28 : shown <= 16 ? 22 : shown <= 32 ? 16 : 12;
+  const items = [];
+  let y = 6;
+  const addRow = (timeline, row, label) => {
+    items.push({ what: "row", timeline, row, label, y, height: tall });
+    y += tall + 3 + 5 * row.extra.length;
+  };
+  const addMemory = timeline => {
+    y += 8;
+    items.push({ what: "memory", timeline, y, height: MEMORY });
+    y += MEMORY + 22;
+  };
+  const addTitle = words => {
+    items.push({ what: "title", words, y, height: 22 });
+    y += 24;
+  };
+  if (state.byRank) {
+    addTitle(page.timelines.map(timeline => timeline.title).join(" over "));
+    for (let r = 0; r < shown; r++) {
+      page.timelines.forEach((timeline, index) => {
+        const row = rowsOf(timeline)[r];
+        if (row) addRow(timeline, row, index === 0 ? `rank ${row.rank}` : "");
+      });
+      y += 6;
+    }
+    page.timelines.forEach(addMemory);
+  } else {
+    for (const timeline of page.timelines) {
+      addTitle(timeline.title);
+      for (const row of rowsOf(timeline)) addRow(timeline, row, `rank ${row.rank}`);
+      addMemory(timeline);
+    }
+  }
+  return { items, height: y };
+}
+
+function draw() {
+  page.dark = document.documentElement.dataset.theme === "dark";
+  layout = arrange();
+  paintAxis(surface($("axis"), width(), AXIS),
+    { left: GUTTER.left, width: inner(), height: AXIS }, state, scale);
+  const pen = surface($("rows"), width(), layout.height);
+  patterns = page.causes.map(cause => hatch(pen, cause));
+  const highest = Math.max(1e-9, ...page.timelines.map(timeline => Math.max(...timeline.peaks)));
+  for (const item of layout.items) {
+    if (item.what === "title") {
+      pen.font = font(13, 650);
+      pen.fillStyle = css("--ink");
+      pen.textAlign = "left";
+      pen.fillText(item.words, 0, item.y + 11);
+      pen.font = font(11);
+      pen.fillStyle = css("--soft");
+      pen.fillText("idle", GUTTER.left + inner() + 10, item.y + 12);
+      pen.fillText("by cause", GUTTER.left + inner() + 62, item.y + 12);
+    } else if (item.what === "row") {
+      drawRow(pen, item);
+    } else {
+      drawMemory(pen, item, highest);
+    }
+  }
+  for (const timeline of page.timelines) drawEnd(pen, timeline);
+  page.timelines.forEach(drawOverview);
+  drawOver();
+}
+
+function drawRow(pen, { timeline, row, label, y, height }) {
+  pen.font = font(height >= 16 ? 12 : 10);
+  pen.fillStyle = css("--soft");
+  pen.textAlign = "right";
+  pen.fillText(label, GUTTER.left - 8, y + height / 2 + 0.5);
+  paintRow(pen, row, y, height, state, scale, { patterns, shades: timeline.shades, digits: timeline.digits });
+  paintExtra(pen, row, y + height + 1, state, scale);
+  if (state.critical) {
+    pen.strokeStyle = css("--ink");
+    pen.lineWidth = 1.6;
+    for (const i of row.critical) outline(pen, row, i, y, height);
+    pen.lineWidth = 1;
+  }
+  const x = GUTTER.left + inner() + 10;
+  pen.textAlign = "left";
+  pen.fillStyle = css("--ink");
+  pen.fillText(percent(row.idle), x, y + height / 2 + 0.5);
+  let left = x + 52;
+  page.causes.forEach((cause, index) => { // how the idle share divides into causes, the full bar being the step
+    const share = row.causes[index] * (GUTTER.right - 66);
+    pen.fillStyle = patterns[index];
+    pen.fillRect(left, y + 2, share, height - 4);
+    left += share;
+  });
+  pen.strokeStyle = css("--line");
+  pen.strokeRect(x + 52.5, y + 2.5, GUTTER.right - 67, height - 5);
+}
+
+function drawMemory(pen, { timeline, y, height }, highest) {
+  const rows = rowsOf(timeline);
+  paintMemory(pen, { ...timeline, rows }, { y, height }, state, scale, highest);
+  pen.font = font(11);
+  pen.textAlign = "left";
+  pen.fillStyle = css("--soft");
+  pen.fillText(`${state.byRank ? `${timeline.title}: ` : ""}live activations a rank (micro-batches)`, GUTTER.left + 2, y + height + 11);
+  const named = rows.length <= 8 ? rows : [rows[0], rows[rows.length - 1]];
+  named.forEach((row, index) => {
+    const share = rows.length > 1 ? rows.indexOf(row) / (rows.length - 1) : 0;
+    pen.fillStyle = rankColour(share);
+    pen.fillRect(GUTTER.left + inner() + 10, y + 7 + 13 * index, 12, 2);
+    pen.fillStyle = css("--soft");
+    pen.fillText(`rank ${row.rank}: peak ${amount(timeline.peaks[row.rank])}`, GUTTER.left + inner() + 27, y + 8 + 13 * index);
+  });
+}
+
+// Where the step ends, as a line through the timeline's rows.
+function drawEnd(pen, timeline) {
+  const mine = layout.items.filter(item => item.timeline === timeline && item.what === "row");
+  if (timeline.step < state.from || timeline.step > state.to || !mine.length || state.byRank) return;
+  const x = Math.round(scale(timeline.step)) + 0.5;
+  pen.strokeStyle = css("--soft");
+  pen.setLineDash([3, 3]);
+  pen.beginPath(); pen.moveTo(x, mine[0].y - 3); pen.lineTo(x, mine.at(-1).y + mine.at(-1).height + 3); pen.stroke();
+  pen.setLineDash([]);
+  if (page.end - timeline.step < page.end * 0.06) return;
+  pen.textAlign = "left";
+  pen.font = font(11);
+  pen.fillStyle = css("--soft");
+  pen.fillText(`step ${duration(timeline.step)}`, x + 6, mine[0].y + mine[0].height / 2);
+}
+
+function drawOverview(timeline) {
+  if (!timeline.overview) return;
+  const { rows, columns, cells } = timeline.overview;
+  const canvas = $(`overview-${timeline.index}`), height = rows * Math.max(2, Math.floor(256 / rows));
+  const pen = surface(canvas, width(), height + 20);
+  pen.font = font(13, 650);
+  pen.fillStyle = css("--ink");
+  pen.fillText(`${timeline.title}: all ${timeline.ranks} ranks`, 0, 8);
+  const box = { x: GUTTER.left, y: 20, width: inner(), height };
+  paintShares(pen, cells, rows, columns, { ...box, width: box.width * (timeline.step / page.end) }, 255);
+  pen.font = font(11);
+  pen.textAlign = "right";
+  pen.fillStyle = css("--soft");
+  pen.fillText("rank 0", GUTTER.left - 8, 26);
+  pen.fillText(`rank ${timeline.ranks - 1}`, GUTTER.left - 8, 20 + height - 6);
+  const seen = rowsOf(timeline);
+  const top = 20 + (seen[0].rank / timeline.ranks) * height, bottom = 20 + ((seen.at(-1).rank + 1) / timeline.ranks) * height;
+  const left = box.x + (state.from / page.end) * box.width, right = box.x + (state.to / page.end) * box.width;
+  pen.strokeStyle = css("--ink");
+  pen.lineWidth = 2;
+  pen.strokeRect(left, top, right - left, Math.max(3, bottom - top));
+}
+
+function outline(pen, row, i, y, height) {
+  const x = Math.max(GUTTER.left, scale(row.start[i])), end = Math.min(GUTTER.left + inner(), scale(row.end[i]));
+  if (end > x) pen.strokeRect(x + 0.5, y + 0.5, Math.max(1, end - x - 1.5), height - 1);
+}
+
+// The pointer's line, the micro-batch under it wherever it runs, or the action that a bubble waits for.
+function drawOver() {
+  const pen = surface($("over"), width(), AXIS + layout.height);
+  if (state.x === null) return;
+  pen.translate(0, AXIS);
+  pen.strokeStyle = css("--cursor");
+  pen.lineWidth = 2;
+  const seen = state.seen;
+  for (const item of layout.items) {
+    if (item.what !== "row" || !seen) continue;
+    const { row, timeline, y, height } = item;
+    if (seen.span !== undefined) {
+      const batch = seen.row.batch[seen.span];
+      for (let i = after(row.end, state.from); i < row.end.length && row.start[i] < state.to; i++)
+        if (row.batch[i] === batch) outline(pen, row, i, y, height);
+    } else if (seen.found && seen.found[0] === row && timeline === seen.timeline) {
+      outline(pen, row, seen.found[1], y, height);
+    }
+  }
+  if (state.x < GUTTER.left || state.x > GUTTER.left + inner()) return;
+  pen.lineWidth = 1;
+  pen.globalAlpha = 0.5;
+  pen.beginPath(); pen.moveTo(Math.round(state.x) + 0.5, 0); pen.lineTo(Math.round(state.x) + 0.5, layout.height); pen.stroke();
+}
+
+function look(x, y) {
+  const item = layout.items.find(one => y >= one.y - 1 && y <= one.y + one.height + 2);
+  const time = timeAt(x);
+  if (!item || item.what === "title" || x < GUTTER.left || x > GUTTER.left + inner()) return null;
+  if (item.what === "memory") return { ...item, time };
+  const span = at(item.row, time), bubble = span < 0 ? at(item.row.bubbles, time) : -1;
+  if (span >= 0) {
+    const partner = partnerOf(item.row, span); // the lower half of a pair is its second action
+    return { ...item, time, span: partner > span && y > item.y + item.height / 2 ? partner : span };
+  }
+  if (bubble < 0) return null;
+  const waits = item.row.bubbles.waits[bubble];
+  return { ...item, time, bubble, waits, found: find(item.timeline, waits) };
+}
+
+function describe(seen) {
+  if (seen.what === "memory") {
+    const rows = rowsOf(seen.timeline).slice(0, WINDOW);
+    return [`live activations at ${duration(seen.time)}`, rows.map(row => [`rank ${row.rank}`, amount(memoryAt(row, seen.time))])];
+  }
+  const { row, timeline, span, bubble } = seen, lines = [];
+  const add = (name, value) => lines.push([name, value]);
+  const since = (list, i) => [list.start[i], list.end[i], list.end[i] - list.start[i]];
+  const [start, end, length] = span !== undefined ? since(row, span) : since(row.bubbles, bubble);
+  add("from – to", `${duration(start)} – ${duration(end)}`);
+  add("takes", duration(length));
+  if (span === undefined) {
+    add("of the step", percent(length / timeline.step));
+    if (seen.waits) add("waits for", seen.waits);
+    add("memory then", `${amount(memoryAt(row, seen.time))} live`);
+    const cause = page.causes[row.bubbles.cause[bubble]];
+    return [`rank ${row.rank} idle, ${cause.name}: ${cause.words}`, lines];
+  }
+  const action = oneAction(row, span);
+  const before = at(row.bubbles, start - length * 1e-3);
+  if (before >= 0) {
+    const waits = row.bubbles.waits[before];
+    const long = duration(row.bubbles.end[before] - row.bubbles.start[before]);
+    add("idle before it", `${long}, ${page.causes[row.bubbles.cause[before]].name}${waits ? ` (for ${waits})` : ""}`);
+  }
+  add("memory at its start", `${amount(memoryAt(row, start))} live`);
+  for (const other of page.timelines) {
+    const twin = other !== timeline && other.name === timeline.name ? find(other, action) : null;
+    if (!twin) continue;
+    const takes = twin[0].end[twin[1]] - twin[0].start[twin[1]];
+    add(other.title, `${duration(twin[0].start[twin[1]])}, takes ${duration(takes)} (${((100 * (takes - length)) / length).toFixed(1)} %)`);
+  }
+  const pair = partnerOf(row, span) < 0 ? "" : ` (runs as one: ${actionText(row, span)})`;
+  const words = page.kinds[row.kind[span]].words;
+  if (row.kind[span] === STEP) return [words, lines];
+  return [`${action}: ${words}, micro-batch ${row.batch[span]}, stage ${row.stage[span]}${pair}`, lines];
+}
+
+function hover(event) {
+  const box = $("rows").getBoundingClientRect();
+  state.x = event.clientX - box.left;
+  state.y = event.clientY - box.top;
+  state.seen = look(state.x, state.y);
+  const tip = $("tip");
+  tip.hidden = !state.seen;
+  if (state.seen) {
+    const [title, lines] = describe(state.seen);
+    const node = (tag, words) => Object.assign(document.createElement(tag), { textContent: words });
+    const list = document.createElement("dl");
+    for (const [name, value] of lines) list.append(node("dt", name), node("dd", value));
+    tip.replaceChildren(node("b", title), list);
+    tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
+    tip.style.top = `${Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8)}px`;
+  }
+  drawOver();
+}
+
+function leave() {
+  state.x = state.seen = null;
+  $("tip").hidden = true;
+  drawOver();
+}
+
+// Show [from, to], kept inside the step and no shorter than a millionth of it.
+function show(from, to) {
+  const length = Math.min(page.end, Math.max(page.end * 1e-6, to - from));
+  state.from = Math.max(0, Math.min(from, page.end - length));
+  state.to = state.from + length;
+  schedule();
+}
+
+function zoom(factor, centre = (state.from + state.to) / 2) {
+  show(centre - (centre - state.from) * factor, centre + (state.to - centre) * factor);
+}
+
+const move = share => show(state.from + share * (state.to - state.from), state.to + share * (state.to - state.from));
+
+let waiting = false;
+function schedule() {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => { waiting = false; draw(); });
+}
+
+function press(id, name) {
+  $(id).addEventListener("click", () => {
+    state[name] = !state[name];
+    $(id).setAttribute("aria-pressed", state[name]);
+    schedule();
+  });
+}
+
+function listen() {
+  const chart = $("chart");
+  let drag = null;
+  chart.addEventListener("pointerdown", event => { drag = { x: event.clientX, from: state.from }; });
+  addEventListener("pointerup", () => { drag = null; });
+  chart.addEventListener("pointermove", event => {
+    if (drag && Math.abs(event.clientX - drag.x) > 2) {
+      const length = state.to - state.from, from = drag.from - ((event.clientX - drag.x) / inner()) * length;
+      show(from, from + length);
+    }
+    hover(event);
+  });
+  chart.addEventListener("pointerleave", leave);
+  chart.addEventListener("dblclick", () => show(0, page.end));
+  chart.addEventListener("wheel", event => {
+    const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+    if (!event.ctrlKey && !event.metaKey && !sideways) return; // plain scrolling moves the page
+    event.preventDefault();
+    if (sideways) move(event.deltaX / inner());
+    else zoom(Math.exp(Math.max(-60, Math.min(60, event.deltaY)) * 0.006), timeAt(event.clientX - chart.getBoundingClientRect().left));
+  }, { passive: false });
+  const keys = {
+    "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), "0": () => show(0, page.end),
+    ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2),
+  };
+  addEventListener("keydown", event => {
+    if (event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+  $("in").addEventListener("click", keys["+"]);
+  $("out").addEventListener("click", keys["-"]);
+  $("fit").addEventListener("click", keys["0"]);
+  press("by-rank", "byRank");
+  press("critical", "critical");
+  $("theme").addEventListener("click", () => theme(page.dark ? "light" : "dark"));
+  addEventListener("resize", schedule);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  dark.addEventListener("change", () => theme(dark.matches ? "dark" : "light"));
+  theme(dark.matches ? "dark" : "light");
+}
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  draw();
+  drawLegend();
+}
+
+function drawLegend() {
+  const entries = [
+    ...page.kinds.filter(kind => kind.used).map(kind => [kind.name, kind.words, () => kind.colour]),
+    ...page.timelines.filter(one => one.shades[0].length > 1).slice(0, 1).map(one => ["", page.later, () => one.shades[0].at(-1)]),
+    ...page.causes.filter(cause => cause.used).map(cause => ["", cause.name, pen => hatch(pen, cause), `idle, ${cause.name}: ${cause.words}`]),
+    ...Object.entries(page.tracks).map(([name, colour]) => ["", name, () => colour]),
+  ];
+  $("legend").replaceChildren(...entries.map(([letter, words, paint, title]) => {
+    const item = document.createElement("li"), swatch = document.createElement("canvas");
+    item.title = title || words;
+    item.append(swatch, letter ? `${letter} ${words}` : words);
+    const pen = surface(swatch, 22, 13);
+    pen.fillStyle = paint(pen);
+    pen.fillRect(0, 0, 22, 13);
+    return item;
+  }));
+}
+
+// The overviews of timelines with many ranks: a click moves the window of ranks and of time.
+function addOverviews() {
+  for (const timeline of page.timelines.filter(one => one.overview)) {
+    const canvas = document.createElement("canvas");
+    canvas.id = `overview-${timeline.index}`;
+    $("overviews").append(canvas);
+    const go = event => {
+      if (!event.buttons) return;
+      const box = canvas.getBoundingClientRect(), length = state.to - state.from;
+      const rank = ((event.clientY - box.top - 20) / (box.height - 20)) * timeline.ranks;
+      const nearest = timeline.rows.findIndex(row => row.rank >= rank - WINDOW / 2);
+      state.first = Math.max(0, Math.min(nearest < 0 ? Infinity : nearest, timeline.rows.length - WINDOW));
+      const centre = ((event.clientX - box.left - GUTTER.left) / inner()) * page.end;
+      show(centre - length / 2, centre + length / 2);
+    };
+    canvas.addEventListener("pointerdown", go);
+    canvas.addEventListener("pointermove", go);
+  }
+}
+
+$("by-rank").hidden = page.timelines.length < 2;
+$("critical").hidden = !page.timelines.some(timeline => timeline.rows.some(row => row.critical.size));
+addOverviews();
+listen();
+document.documentElement.dataset.ready = "true";
