@@ -18,8 +18,8 @@ PerStage = float | Sequence[float]
 class Costs:
     """Seconds (or any unit of time) of the passes of one *stage*, and of one hop between ranks.
 
-    F, I and W are one number for all stages or one number a stage; a full backward B takes I + W. With v stages
-    a rank, a stage is 1/v of a rank's share: pass F=1/v to compare with papers that time a whole rank.
+    F, I and W are one number for all stages or one number a stage; a full backward B takes I + W. With v
+    stages a rank, a stage is 1/v of a rank's share: pass F=1/v to compare with papers that time a whole rank.
     ``hop`` delays the receiver's earliest start and occupies neither rank; inside a rank it is 0.
     """
 

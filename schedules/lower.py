@@ -1,8 +1,9 @@
 """Lowering: from what each rank computes to all that it does, in an order that cannot deadlock.
 
-All entries of all ranks are put in one line, each behind what it needs, and every message is given one place in it:
-right behind the entry that makes it. SEND and RECV both stand at that place in their rows. So whoever is first in
-the line among all that is unfinished can always go on, even if a send blocks until it is received.
+All entries of all ranks are put in one line, each behind what it needs, and every message is given one place
+in it: right behind the entry that makes it. SEND and RECV both stand at that place in their rows. So whoever
+is first in the line among all that is unfinished can always go on, even if a send blocks until it is
+received.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from schedules.prove import prove
 from schedules.schedule import Schedule
 from schedules.table import KIND, STAGE, B, F, W
 
-# Behind an entry, at its place in the line: its results (two of a Pair), sends whose completion it proves, and
-# reductions of stages that it finishes.
+# Behind an entry, at its place in the line: its results (two of a Pair), sends whose completion it proves,
+# and reductions of stages that it finishes.
 RESULT, DONE_SENDING, REDUCTION, PLACES = 1, 3, 4, 5
 
 Integers = NDArray[np.intp]
@@ -44,9 +45,9 @@ class Mail(NamedTuple):
 def lower(schedule: Schedule) -> Program:
     """The program of a schedule, proved free of deadlock under sends that block until they are received.
 
-    A send is completed (WAIT_SEND) where a later message from its receiver shows that it has arrived, so that the
-    wait costs nothing; where no such message follows, before the step. A program without backward has neither
-    reductions nor a step.
+    A send is completed (WAIT_SEND) where a later message from its receiver shows that it has arrived, so that
+    the wait costs nothing; where no such message follows, before the step. A program without backward has
+    neither reductions nor a step.
     """
     line = _line(schedule)
     mail = _mail(schedule, line)
@@ -150,7 +151,8 @@ def _items(
 
 
 def _reductions(schedule: Schedule, line: Integers) -> Integers:
-    """For each stage the place behind its last B or W; a stage without any is reduced at the very beginning."""
+    """For each stage the place behind its last B or W; a stage without any is reduced at the very
+    beginning."""
     actions = schedule.actions
     last = np.zeros(schedule.num_stages, dtype=np.intp)
     finishing = np.flatnonzero((actions[:, KIND] == B) | (actions[:, KIND] == W))

@@ -1,4 +1,5 @@
-"""The proof that a program runs to its end; it reads the finished rows and knows nothing of how they were made."""
+"""The proof that a program runs to its end; it reads the finished rows and knows nothing of how they were
+made."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from schedules.earliest import earliest
 from schedules.errors import IllegalProgram
 from schedules.messages import messages
-from schedules.program import ACTION, CODE, OP, OPS, PEER, Op, Program, describe
+from schedules.program import ACTION, CODE, OP, PEER, Op, Program, describe
 from schedules.table import KIND, F
 
 Integers = NDArray[np.intp]
@@ -28,12 +29,13 @@ class Transfers(NamedTuple):
 
 
 def prove(program: Program, depth: int = 0) -> None:
-    """Return if the program ends even where a SEND blocks until its RECV is posted, and a RECV until it is sent.
+    """Return if the program ends even where a SEND blocks until its RECV is posted, and a RECV until it is
+    sent.
 
     Messages between two ranks arrive in the order of sending, one order for forwards and one for backwards. A
-    rank that has come to one RECV has posted the next ``depth`` as well. Raises IllegalProgram when a row does
-    not do what its schedule says or a channel would deliver the wrong message; DeadlockError, with the circle,
-    when ranks wait for each other.
+    rank that has come to one RECV has posted the next ``depth`` as well. Raises IllegalProgram when a row
+    does not do what its schedule says or a channel would deliver the wrong message; DeadlockError, with the
+    circle, when ranks wait for each other.
     """
     rank = np.repeat(np.arange(program.schedule.ranks), np.diff(program.row_starts))
     _check_passes(program)
@@ -120,7 +122,8 @@ def _run(program: Program, rank: Integers, transfers: Transfers, depth: int) -> 
 
 
 def _posted_at(rank: Integers, receives: Integers, depth: int, starts: Integers) -> Integers:
-    """The instruction at which each receive is posted: the one ``depth`` receives before it, or the row's first."""
+    """The instruction at which each receive is posted: the one ``depth`` receives before it, or the row's
+    first."""
     in_order = np.sort(receives)
     earlier = np.searchsorted(in_order, receives) - depth
     posted = in_order[np.maximum(earlier, 0)]

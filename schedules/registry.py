@@ -178,9 +178,9 @@ def build(
 
 
 def names() -> tuple[str, ...]:
-    """The names of all schedules, in the order in which they were declared; those of other packages last."""
+    """The names of all schedules in alphabetical order, those of other packages among them."""
     _load_entry_points()
-    return tuple(_FACTS)
+    return tuple(sorted(_FACTS))
 
 
 def facts(name: str) -> Facts:
@@ -192,9 +192,9 @@ def facts(name: str) -> Facts:
     except KeyError:
         near = difflib.get_close_matches(_key(name), _NAME_OF, n=3, cutoff=0.5)
         suggestions = list(dict.fromkeys(_NAME_OF[match] for match in near))
-        hint = f"did you mean {' or '.join(map(repr, suggestions))}? " if suggestions else ""
+        hint = f"did you mean {' or '.join(map(repr, suggestions))}? Otherwise " if suggestions else ""
         raise UnknownSchedule(
-            f"there is no schedule {name!r}; {hint}Set schedule to one of: {', '.join(_FACTS)}"
+            f"there is no schedule {name!r}; {hint}set schedule to one of: {', '.join(names())}"
         ) from None
 
 
@@ -256,7 +256,10 @@ def _check_shape(known: Facts, ranks: int, stages_per_rank: int, micro_batches: 
 
 def _nearest(known: Facts, ranks: int, stages_per_rank: int, micro_batches: int) -> str:
     """The nearest numbers of micro-batches below and above that work, in words."""
-    works = lambda number: known.micro_batches.allow(ranks, stages_per_rank, number)
+
+    def works(number: int) -> bool:
+        return known.micro_batches.allow(ranks, stages_per_rank, number)
+
     below = next(filter(works, range(micro_batches - 1, 0, -1)), None)
     above = next(filter(works, range(micro_batches + 1, micro_batches + 8 * ranks * stages_per_rank)), None)
     return " or ".join(str(number) for number in (below, above) if number is not None)

@@ -28,7 +28,8 @@ def save(
     over: Timeline | Sequence[Timeline] = (),
     unit: str = "s",
 ) -> None:
-    """Write ``timeline``, over others on the same time axis, with the ``write`` of the view that the ending names."""
+    """Write ``timeline``, over others on the same time axis, with the ``write`` of the view that the ending
+    names."""
     target = Path(path)
     view = VIEWS.get(target.suffix.lower())
     if view is None:

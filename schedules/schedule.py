@@ -87,12 +87,13 @@ class Schedule:
         layer_group_of_stage: Sequence[int] | None = None,
         micro_batches: int | None = None,
     ) -> Schedule:
-        """A schedule of rows given as actions or as tables, with one copy of the weights unless told otherwise.
+        """A schedule of rows given as actions or as tables, with one copy of the weights unless told
+        otherwise.
 
         A micro-batch takes the route on whose stages it runs.
 
-        Raises IllegalSchedule for numbers of stages, micro-batches or ranks that do not exist; ``check`` looks
-        at the rest.
+        Raises IllegalSchedule for numbers of stages, micro-batches or ranks that do not exist; ``check``
+        looks at the rest.
         """
         tables = [as_table(row) for row in rows]
         actions = np.concatenate([*tables, np.zeros((0, 4), dtype=np.int32)])
@@ -233,15 +234,20 @@ class Schedule:
         stage, kind, micro_batch, _ = self.actions[number].tolist()
         return Action(stage, KINDS[kind], micro_batch)
 
+    def entry_text(self, entry: int) -> str:
+        """The entry with this number: "5F3"."""
+        first = int(self.entries.first_action[entry])
+        return str(as_entries(self.actions[first : first + 1 + self.actions[first, JOINED]])[0])
+
     def describe(self, entry: int) -> str:
         """An entry for messages: "rank 2's 5F3"."""
-        first, rank = int(self.entries.first_action[entry]), int(self.entries.rank[entry])
-        return f"rank {rank}'s {as_entries(self.actions[first : first + 1 + self.actions[first, JOINED]])[0]}"
+        return f"rank {self.entries.rank[entry]}'s {self.entry_text(entry)}"
 
     # Elsewhere.
 
     def graph(self) -> networkx.DiGraph[Entry]:
-        """The dependency graph, an edge from each entry to those that wait for it; see ``schedules.graph``."""
+        """The dependency graph, an edge from each entry to those that wait for it; see
+        ``schedules.graph``."""
         from schedules.graph import graph
 
         return graph(self)

@@ -15,8 +15,8 @@ from schedules.timeline import Timeline
 def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
     """Run every entry as soon as its rank and its inputs are there; unit costs unless given.
 
-    A Pair takes as long as its two actions. Raises CostError when costs are given for another number of stages,
-    IllegalSchedule or DeadlockError for a schedule that cannot run to its end.
+    A Pair takes as long as its two actions. Raises CostError when costs are given for another number of
+    stages, IllegalSchedule or DeadlockError for a schedule that cannot run to its end.
     """
     schedule = work.schedule if isinstance(work, Program) else work
     costs = costs or Costs()

@@ -16,7 +16,7 @@ from schedules.schedule import Schedule
 from schedules.table import KIND, B, F, W
 
 if TYPE_CHECKING:
-    from schedules.causes import Bubble
+    from schedules.causes import Bubble, Gaps
     from schedules.difference import Difference
 
 Seconds = NDArray[np.float64]
@@ -62,8 +62,8 @@ class Timeline:
     ) -> Timeline:
         """A timeline of stamps: ``starts[r][i]`` and ``ends[r][i]`` are entry i of ``schedule.rows[r]``.
 
-        Seconds from the common start of the step; ``hop`` is the link's measured latency. Raises StampError when
-        the stamps do not match the rows.
+        Seconds from the common start of the step; ``hop`` is the link's measured latency. Raises StampError
+        when the stamps do not match the rows.
         """
         lengths = np.diff(schedule.entries.starts).tolist()
         for what, stamps in (("starts", starts), ("ends", ends)):
@@ -144,6 +144,13 @@ class Timeline:
     # Why.
 
     @cached_property
+    def gaps(self) -> Gaps:
+        """Every idle stretch in arrays; see ``schedules.causes``."""
+        from schedules.causes import find_gaps
+
+        return find_gaps(self)
+
+    @cached_property
     def bubbles(self) -> tuple[Bubble, ...]:
         """Every idle stretch of every rank with its one cause, in order of rank and time."""
         from schedules.causes import bubbles
@@ -182,14 +189,22 @@ class Timeline:
         )
         return (*compute, *self.other)
 
+    def span(self, entry: int) -> Span:
+        """The compute span of an entry, by its number in ``schedule.entries``."""
+        rank = int(self.schedule.entries.rank[entry])
+        place = entry - int(self.schedule.entries.starts[rank])
+        start, end = float(self.start[rank][place]), float(self.end[rank][place])
+        return Span(rank, "compute", self.schedule.entry_text(entry), start, end)
+
     def save(
         self, path: str | os.PathLike[str], *, over: Timeline | Sequence[Timeline] = (), unit: str = "s"
     ) -> None:
         """Write a picture (.png, .svg), a page (.html) or a trace for Perfetto (.json).
 
-        ``over``: a timeline, or several, drawn below this one on the same time axis. ``unit``: "s" writes times as
-        seconds; "" writes plain numbers, for costs that are only relative. The file appears whole or not at all.
-        Raises UnknownFormat for any other ending, MissingLibrary where .png or .svg lack matplotlib.
+        ``over``: a timeline, or several, drawn below this one on the same time axis. ``unit``: "s" writes
+        times as seconds; "" writes plain numbers, for costs that are only relative. The file appears whole or
+        not at all. Raises UnknownFormat for any other ending, MissingLibrary where .png or .svg lack
+        matplotlib.
         """
         from schedules.saving import save
 

@@ -1,4 +1,5 @@
-"""Forward-only: evaluation and inference. Micro-batches stream through the stages; nothing waits for a backward.
+"""Forward-only: evaluation and inference. Micro-batches stream through the stages; nothing waits for a
+backward.
 
     4 ranks, 4 micro-batches, 1 stage a rank          2 stages a rank: stages 4..7 on ranks 0..3
 
@@ -7,9 +8,9 @@
     rank 2 |     0 1 2 3                              rank 2 |     0 1 2 3 0'1'2'3'
     rank 3 |       0 1 2 3                            rank 3 |       0 1 2 3 0'1'2'3'
 
-With several stages a rank, micro-batches take turns in groups, as in interleaved-1f1b: a group goes through all
-stages before the next one starts, so that what waits between two stages of a rank stays small. Step time, with
-F the time of a stage: F (v m + p - 1), and F (v p + m - 1) for m < p.
+With several stages a rank, micro-batches take turns in groups, as in interleaved-1f1b: a group goes through
+all stages before the next one starts, so that what waits between two stages of a rank stays small. Step time,
+with F the time of a stage: F (v m + p - 1), and F (v p + m - 1) for m < p.
 """
 
 from __future__ import annotations

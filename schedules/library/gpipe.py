@@ -7,9 +7,10 @@
     rank 2 |     0 1 2 3         .    aa bb cc dd
     rank 3 |       0 1 2 3 aa bb cc dd
 
-The simplest order, and the reference for the others: its bubble is (p - 1)(F + B) and it keeps all m micro-batches
-alive. With v stages a rank (stage s on rank s mod p) all micro-batches pass a rank's first stage, then its second,
-and back: the bubble falls to (p - 1)(F + B)/v for m >= p, F and B being the times of a rank's whole share.
+The simplest order, and the reference for the others: its bubble is (p - 1)(F + B) and it keeps all m
+micro-batches alive. With v stages a rank (stage s on rank s mod p) all micro-batches pass a rank's first
+stage, then its second, and back: the bubble falls to (p - 1)(F + B)/v for m >= p, F and B being the times of
+a rank's whole share.
 """
 
 from __future__ import annotations

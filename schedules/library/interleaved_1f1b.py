@@ -1,6 +1,7 @@
 """Interleaved 1F1B: several stages a rank, so that the pipeline fills in smaller pieces (arXiv 2104.04473).
 
-    4 ranks, 4 micro-batches, 2 stages a rank (0..3 and, marked ', 4..7 on ranks 0..3), up to the first backward
+    4 ranks, 4 micro-batches, 2 stages a rank (0..3 and, marked ', 4..7 on ranks 0..3), up to the first
+    backward
 
     rank 0 | 0 1 2 3 0'1'2'3'
     rank 1 |   0 1 2 3 0'1'2'3'
@@ -10,13 +11,14 @@
 Micro-batches take turns in groups: each group passes all stages of a rank before the next one starts. Rank r
 runs 2(p - 1 - r) + (v - 1)g forwards ahead, g being the largest group, and then alternates.
 
-A group of fewer than p micro-batches comes back to a rank before its first ones have been round the loop. As a
-short *last* group, which is what is left over when p does not divide m, it makes ranks wait for each other:
+A group of fewer than p micro-batches comes back to a rank before its first ones have been round the loop. As
+a short *last* group, which is what is left over when p does not divide m, it makes ranks wait for each other:
 with (p, m, v) = (4, 5, 3) for ever. So there are max(1, m // p) groups, as even as can be, none of them short
 unless m itself is. Where m // p divides m these are the groups of torch, and of the paper where p does.
 
-Step time, for all m, with F and B the times of a rank's whole share: (F + B)/v ((v - 1)max(m, p) + m + p - 1),
-that is a bubble of (p - 1)(F + B)/v for m >= p. Peak: ((v - 1)g + 2(p - 1) + 1)/v micro-batches on rank 0.
+Step time, for all m, with F and B the times of a rank's whole share: (F + B)/v ((v - 1)max(m, p) + m + p -
+1), that is a bubble of (p - 1)(F + B)/v for m >= p. Peak: ((v - 1)g + 2(p - 1) + 1)/v micro-batches on rank
+0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""1F1B: one forward, one backward, as soon as the first backward is there (PipeDream-flush, arXiv 2006.09503).
+"""1F1B: one forward, one backward, as soon as the first backward is there (PipeDream-flush, arXiv
+2006.09503).
 
     4 ranks, 6 micro-batches; digits are forwards, letters are backwards of micro-batches a = 0, b = 1, ...
 
@@ -7,9 +8,9 @@
     rank 2 |     0 1   aa 2 bb 3    cc 4 dd 5 ee   ff
     rank 3 |       0 aa 1 bb 2 cc   3 dd 4 ee 5 ff
 
-Rank r runs p - 1 - r forwards ahead and then alternates, so it holds p - r micro-batches at most, however many
-there are. The bubble is that of GPipe: (p - 1)(F + B). Latency hurts it more than GPipe: in the steady state every
-p micro-batches wait for 2(p - 1) hops.
+Rank r runs p - 1 - r forwards ahead and then alternates, so it holds p - r micro-batches at most, however
+many there are. The bubble is that of GPipe: (p - 1)(F + B). Latency hurts it more than GPipe: in the steady
+state every p micro-batches wait for 2(p - 1) hops.
 """
 
 from __future__ import annotations
