@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "Aborted",
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "EndOfData",
@@ -21,6 +22,7 @@ __all__ = [
     "PlanMismatch",
     "RankDied",
     "ShapeChanged",
+    "StateError",
     "StepFailed",
     "TransferDeadlock",
     "TransferTimeout",
@@ -32,7 +34,7 @@ class PipelineError(Exception):
     """Base of them all."""
 
 
-# -- what was asked for ----------------------------------------------------------------------------------------
+# -- what was asked for --------------------------------------------------------------------------------------
 
 
 class ConfigError(PipelineError, ValueError):
@@ -63,7 +65,15 @@ class PlanMismatch(PipelineError):
     """Two ranks run different code, settings or models."""
 
 
-# -- what happened in a step -----------------------------------------------------------------------------------
+# -- what happened in a step ---------------------------------------------------------------------------------
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint that cannot be written or read, or that belongs to another model."""
+
+
+class StateError(PipelineError, ValueError):
+    """Values that do not fit the model they are to be loaded into."""
 
 
 class EndOfData(PipelineError):
@@ -101,7 +111,7 @@ class StepFailed(PipelineError):
         return f"rank {self.rank} failed in {self.action}{where}: {self.message}"
 
 
-# -- what happened between ranks -------------------------------------------------------------------------------
+# -- what happened between ranks -----------------------------------------------------------------------------
 
 
 class LinkError(PipelineError):

@@ -1,0 +1,1 @@
+"""How ranks reach each other: as threads of one process, or as processes under torch.distributed."""

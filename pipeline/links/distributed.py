@@ -1,0 +1,146 @@
+"""The transport of ranks that are processes: torch.distributed, its process group made and unmade here."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeline.device import backend_of, process_device, serves, uses_streams
+from pipeline.links.distributed_group import DistributedGroup
+from pipeline.links.distributed_link import PairLink, TaggedLink
+from pipeline.links.host_memory import shared_bytes
+from pipeline.links.local_group import alone
+from pipeline.links.protocol import Group, Link, own_part
+from pipeline.watch import BYTES_PER_RANK, At, Board
+
+if TYPE_CHECKING:
+    from pipeline.mesh import Mesh
+
+__all__ = ["DistributedTransport", "available", "connect", "device_mesh"]
+
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# A process has one default process group, and making groups costs milliseconds, threads and sockets: what was
+# made for it is used again, as long as it is there.
+_connected: list[DistributedTransport] = []
+
+
+def available() -> bool:
+    """Whether this process is one of several: a process group exists, or a launcher's environment does."""
+    if not dist.is_available():
+        return False
+    if dist.is_initialized():
+        return True
+    return all(name in os.environ for name in _ENVIRONMENT) and os.environ["WORLD_SIZE"] != "1"
+
+
+def connect(device: str, timeout: float) -> DistributedTransport:
+    """This process's transport.  Collective over all processes.
+
+    The default process group is made if there is none, and unmade when the process ends.  ``device`` is
+    auto, cpu or cuda; ``timeout`` is how many seconds a wait for another rank may take.
+    """
+    place = _initialize(device, timeout)
+    group = cast(dist.ProcessGroup, dist.group.WORLD)
+    for transport in tuple(_connected):
+        if transport.process_group is not group:
+            _connected.remove(transport)
+        elif transport.device == place and transport.timeout == timeout:
+            return transport
+    if not _connected:
+        atexit.register(_leave)
+    transport = DistributedTransport(group, place, timeout)
+    _connected.append(transport)
+    return transport
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """torch's own view of the mesh, with groups of its own, for libraries that ask for one.  Collective."""
+    return init_device_mesh(mesh.device.type, (mesh.data, mesh.pipe), mesh_dim_names=("data", "pipe"))
+
+
+def _initialize(wanted: str, timeout: float) -> torch.device:
+    """Make the default process group unless there is one; the device of this rank."""
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+    if dist.is_initialized():
+        return process_device(wanted, local_rank, dist.get_backend_config())
+    device = process_device(wanted, local_rank)
+    dist.init_process_group(
+        backend_of(device),
+        timeout=timedelta(seconds=timeout),
+        device_id=device if uses_streams(device) else None,  # connects at once, which pairs of ranks rely on
+    )
+    return device
+
+
+def _leave() -> None:
+    """Unmake the groups while the interpreter is whole; without it a process can die in a thread of theirs.
+
+    A collective that some rank never joined keeps the process from ending until its timeout, since the
+    backend waits for its own threads.  Only a process that is failing has one, and it must end now: as long
+    as it lives, its peers wait for it.
+    """
+    for transport in _connected:
+        transport.board.at(At.LEFT)
+    if any(transport.started for transport in _connected):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    _connected.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class DistributedTransport:
+    """One process's access to the others; ``started`` are its collectives that have not been waited for."""
+
+    __slots__ = (
+        "_groups",
+        "board",
+        "device",
+        "link",
+        "process_group",
+        "random_lock",
+        "started",
+        "timeout",
+        "world",
+    )
+
+    def __init__(self, default: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        self.device = device
+        self.timeout = timeout
+        self.process_group = default
+        self.random_lock = None
+        self.started: set[object] = set()
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        everyone = tuple(range(ranks))
+        complete = serves(dist.get_backend_config(), device)
+        world = default if complete else self._new_group(everyone)
+        self.world = self._group(world, everyone)
+        self._groups: dict[tuple[tuple[int, ...], ...], Group] = {(everyone,): self.world}
+        tagged = TaggedLink(world, rank, ranks, timeout)
+        self.link: Link = PairLink(tagged, device) if uses_streams(device) else tagged
+        self.board = Board(shared_bytes(self.world, BYTES_PER_RANK * ranks), rank)
+
+    def split(self, parts: Sequence[Sequence[int]]) -> Group:
+        key = tuple(tuple(part) for part in parts)
+        if key not in self._groups:  # on every rank alike, as all have split alike
+            own = own_part(key, self.link.rank)
+            made = {part: self._new_group(part) for part in key if len(part) > 1}
+            self._groups[key] = self._group(made[own], own) if own in made else alone(own)
+        return self._groups[key]
+
+    def _group(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> DistributedGroup:
+        return DistributedGroup(group, ranks, dist.get_rank(), self.timeout, self.started)
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        limit = timedelta(seconds=self.timeout)
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend_of(self.device), timeout=limit))

@@ -1,0 +1,122 @@
+"""Collectives of ranks that are processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.device import on_host
+from pipeline.links.distributed_link import translated
+from pipeline.links.protocol import DONE, Pending
+
+__all__ = ["DistributedGroup"]
+
+
+class DistributedGroup:
+    """The Group of one process.
+
+    Tensors are exchanged by the backend of the device they are on.  ``started`` is where it notes
+    collectives that have been started and not waited for.
+    """
+
+    __slots__ = ("_started", "_world_rank", "limit", "process_group", "rank", "ranks")
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        world_rank: int,
+        timeout: float,
+        started: set[object],
+    ) -> None:
+        self.process_group = group
+        self.ranks = ranks
+        self.rank = ranks.index(world_rank)
+        self.limit = timedelta(seconds=timeout)
+        self._world_rank = world_rank
+        self._started = started
+
+    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Pending:
+        return self._start("all_reduce", async_op, dist.all_reduce, tensor)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
+        return self._start("reduce_scatter", async_op, dist.reduce_scatter_tensor, output, input)
+
+    def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
+        return self._start("all_gather_into", async_op, dist.all_gather_into_tensor, output, input)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        self._start("broadcast", False, dist.broadcast, tensor, group_src=source)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        outputs = [torch.empty_like(tensor, requires_grad=False) for _ in self.ranks]
+        self._start("all_gather", False, dist.all_gather, outputs, tensor)
+        return outputs
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        objects: list[Any] = [None] * len(self.ranks)
+        self._run("all_gather_object", dist.all_gather_object, objects, obj)
+        return objects
+
+    def broadcast_object(self, obj: Any, source: int) -> Any:
+        objects = [obj if self.rank == source else None]
+        self._run("broadcast_object", dist.broadcast_object_list, objects, group_src=source)
+        return objects[0]
+
+    def barrier(self) -> None:
+        # Not the backend's own, which on an accelerator would wait for everything that is queued there.
+        self.all_reduce(torch.zeros(1))
+
+    def _start(self, call: str, async_op: bool, function: Callable[..., Any], *tensors: Any, **options: Any) -> Pending:
+        work = self._run(call, function, *tensors, async_op=True, **options)
+        pending = _Collective(work, self, call, on_host(tensors[-1]), self._started)
+        if async_op:
+            self._started.add(pending)
+            return pending
+        pending.wait()
+        return DONE
+
+    def _run(self, call: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, group=self.process_group, **options)
+        except RuntimeError as error:
+            raise self.failure(error, call, self.limit) from error
+
+    def failure(self, error: RuntimeError, call: str, limit: timedelta) -> Exception:
+        """What an error of the backend means."""
+        what = f"in {call} over ranks {self.ranks}"
+        return translated(error, self._world_rank, None, None, what, limit)
+
+
+class _Collective:
+    """A collective under way."""
+
+    __slots__ = ("_blocking", "_call", "_group", "_started", "_work")
+
+    def __init__(
+        self, work: dist.Work, group: DistributedGroup, call: str, blocking: bool, started: set[object]
+    ) -> None:
+        self._work: dist.Work | None = work
+        self._group = group
+        self._call = call
+        self._blocking = blocking
+        self._started = started
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._work is None:
+            return
+        limit = self._group.limit if timeout is None else timedelta(seconds=timeout)
+        try:
+            if self._blocking:
+                self._work.wait(limit)
+            else:  # on an accelerator the current stream waits, and the backend has its own timeout
+                self._work.wait()
+        except RuntimeError as error:
+            raise self._group.failure(error, self._call, limit) from error
+        self._started.discard(self)
+        self._work = None
