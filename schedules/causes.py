@@ -50,6 +50,18 @@ class Bubble(NamedTuple):
     """The entry it waits for; None when everything it needs was there."""
 
 
+class Pieces(NamedTuple):
+    """Idle stretches with one cause each, in order of rank and time; arrays of shape (pieces,)."""
+
+    rank: Integers
+    start: Floats
+    end: Floats
+    cause: Integers
+    """The cause's place in CAUSES."""
+    waits_for: Integers
+    """The entry of another rank that it waits for, or NOBODY."""
+
+
 class Gaps(NamedTuple):
     """All idle stretches in order of rank and time; arrays of shape (gaps,)."""
 
@@ -75,22 +87,26 @@ def find_gaps(timeline: Timeline) -> Gaps:
     return gaps
 
 
+def pieces(timeline: Timeline, rank: int | None = None) -> Pieces:
+    """The gaps, of all ranks or of one, cut where the cause changes: first the wait for passes of others, then what
+    delayed this rank."""
+    gaps = timeline.gaps
+    first, behind = (0, len(gaps.rank)) if rank is None else np.searchsorted(gaps.rank, (rank, rank + 1)).tolist()
+    parts = gaps.parts[first:behind]
+    gap, cause = np.nonzero(parts > TINY * timeline.step_time)
+    end = (gaps.start[first:behind, None] + np.cumsum(parts, axis=1))[gap, cause]
+    waits = np.where((cause == HOST) | (cause == REDUCTION), NOBODY, gaps.waits_for[first:behind][gap])
+    return Pieces(gaps.rank[first:behind][gap], end - parts[gap, cause], end, cause, waits)
+
+
 def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
-    """The gaps as objects, one a cause: first the wait for passes of others, then what delayed this rank."""
-    gaps, tiny = timeline.gaps, TINY * timeline.step_time
-    found = []
-    names: dict[int, str] = {}
-    for rank, start, sender, parts in zip(
-        gaps.rank.tolist(), gaps.start.tolist(), gaps.waits_for.tolist(), gaps.parts.tolist(), strict=True
-    ):
-        for cause, seconds in zip(CAUSES, parts, strict=True):
-            if seconds > tiny:
-                waits_for = None
-                if sender != NOBODY and cause not in ("host", "reduction"):
-                    waits_for = names.setdefault(sender, timeline.schedule.entry_text(sender))
-                found.append(Bubble(rank, start, start + seconds, cause, waits_for))
-                start += seconds
-    return tuple(found)
+    """The pieces of all gaps as objects."""
+    found = pieces(timeline)
+    names = {entry: timeline.schedule.entry_text(entry) for entry in np.unique(found.waits_for).tolist() if entry >= 0}
+    return tuple(
+        Bubble(rank, start, end, CAUSES[cause], names.get(entry))
+        for rank, start, end, cause, entry in zip(*(column.tolist() for column in found), strict=True)
+    )
 
 
 def idle_by_cause(timeline: Timeline) -> tuple[Mapping[str, float], ...]:
