@@ -1,30 +1,32 @@
-"""Everything that can be wrong with a profile, a split or a partition."""
+"""The errors of partitions: one tree, so that a caller can catch all of them as PartitionError."""
+
+from __future__ import annotations
 
 
 class PartitionError(ValueError):
-    """A layer list cannot be cut as asked; the message says which setting to change."""
+    """Something about a profile, a split or a partition is wrong; the message says what to change."""
 
 
 class FewerLayersThanStages(PartitionError):
     """There are not enough layers to give every stage one."""
 
-    def __init__(self, layers: int, parts: int) -> None:
+    def __init__(self, layers: int, stages: int) -> None:
         super().__init__(
-            f"{layers} layer{'' if layers == 1 else 's'} cannot fill {parts} stages: an automatic cut gives every "
-            f"stage at least one layer; lower the number of ranks or stages_per_rank until their product is at "
-            f"most {layers}, write the model as more layers, or give explicit cut points, which may leave stages empty"
+            f"{layers} layer{'' if layers == 1 else 's'} cannot fill {stages} stages, and automatic cuts "
+            f"leave none empty; lower the number of ranks or stages_per_rank to at most {layers} stages in "
+            f"all, write the model as more layers, or set partition to cut points, which may leave stages empty"
         )
         self.layers = layers
-        self.parts = parts
+        self.stages = stages
 
 
 class OutOfMemory(PartitionError):
-    """No split was found that fits the memory caps."""
+    """No split was found that keeps within the memory caps."""
 
 
 class UnknownMethod(PartitionError):
-    """The name of a partition method is not one of those there are."""
+    """No method of partitioning has this name; the message names the nearest one."""
 
 
 class ProfileError(PartitionError):
-    """A profile is missing, damaged, or belongs to another layer list."""
+    """A profile is missing, damaged, or was measured on other layers."""

@@ -1,8 +1,8 @@
 """How far from a good split the cuts of the best one can lie: what keeps the exact search narrow.
 
-Let a *heavy* layer outweigh the share that is left for the parts without one. No split has a sum of squares below
-that of the heavy layers alone plus share**2 for each other part. A good split is some excess above this bound, and
-a cut that alone costs more than the excess is not in the best split.
+Let a *heavy* layer outweigh the share that is left for the parts without one. No split has a sum of squares
+below that of the heavy layers alone plus share**2 for each other part. A good split is some excess above this
+bound, and a cut that alone costs more than the excess is not in the best split.
 """
 
 from typing import NamedTuple
@@ -43,13 +43,14 @@ def heavy_layers(sums: Ints, parts: int) -> Heavy:
 
 
 def reach_of_best(sums: Ints, cuts: Ints) -> tuple[Ints, Ints]:
-    """The first and last position of each cut 0..parts in any split no less even than `cuts`.
+    """The first and last position of each cut 0..parts in any split no less even than ``cuts``.
 
-    A cut behind c heavy layers and light weight y, of which m = s - c parts before it hold no heavy layer, stands
-    d = y - share * m beside the even place. For every rate up to the lightest heavy layer, the squares before it are at least
-    those of its heavy layers + 2 * rate * y - rate**2 * m (also with m < 0, when heavy layers must share a part, since
-    merging two adds twice their product). The best rate gives d**2 / m over the bound while d <= margin * m, and
-    margin * (2 * d - margin * m) beyond it; behind the cut the same holds of -d. What exceeds the excess is out.
+    A cut behind c heavy layers and light weight y, of which m = s - c parts before it hold no heavy layer,
+    stands d = y - share * m beside the even place. For every rate up to the lightest heavy layer, the squares
+    before it are at least those of its heavy layers + 2 * rate * y - rate**2 * m (also with m < 0, when heavy
+    layers must share a part, since merging two adds twice their product). The best rate gives d**2 / m over
+    the bound while d <= margin * m, and margin * (2 * d - margin * m) beyond it; behind the cut the same
+    holds of -d. What exceeds the excess is out.
     """
     parts = len(cuts) - 1
     heavy, share, margin = heavy_layers(sums, parts)
@@ -74,7 +75,7 @@ def reach_of_best(sums: Ints, cuts: Ints) -> tuple[Ints, Ints]:
 
 
 def widest(parts: Floats, excess: float, margin: float) -> Floats:
-    """The largest distance whose cost on the crowded side of a cut, with `parts` light parts there, is `excess`."""
+    """The largest d that costs no more than ``excess`` on a side with too much weight for its light parts."""
     steep = (excess + margin**2 * parts) / (2 * margin)
     return np.where(excess <= margin**2 * parts, np.sqrt(excess * np.maximum(parts, 0)), steep)
 
@@ -103,17 +104,17 @@ def good_split(sums: Ints, starts: Ints, first: Ints, last: Ints) -> Ints | None
 
 def evened(sums: Ints, starts: Ints, cuts: Ints) -> Ints:
     """Odd and even cuts move in turn to the middle of their neighbours, until none of them moves."""
-    parts = len(cuts) - 1
+    still = 0
     for turn in range(TURNS):
-        before = cuts.copy() if turn % 2 == 0 else before
-        cut = np.arange(1 + turn % 2, parts, 2)
+        cut = np.arange(1 + turn % 2, len(cuts) - 1, 2)
         here, left, right = cuts[cut], cuts[cut - 1], cuts[cut + 1]
         middle = (sums[left] + sums[right]) / 2
         there = np.clip(nearest(sums, middle), left + 1, right - 1)
         better = np.abs(sums[there] - middle) < np.abs(sums[here] - middle)
         better &= (starts[cut - 1, there] <= left) & (starts[cut, right] <= there)
         cuts[cut] = np.where(better, there, here)
-        if turn % 2 and (cuts == before).all():
+        still = 0 if better.any() else still + 1
+        if still == 2:
             break
     return cuts
 

@@ -1,8 +1,9 @@
-"""The split when a rank carries several parts: the rank sums first, their evenness, then the evenness of the parts.
+"""The split when a rank carries several parts: even rank sums first, then even parts.
 
-A local search starts at the best split of the parts by themselves. Then all splits that could be better are listed,
-part by part; while no step of that holds more than STATES of them, which covers 12 layers in any shape, 30 in 8 parts and 100 in
-4, the answer is exact. Otherwise it is the local optimum: no layer or two can move from part to part and make it better.
+A local search starts at the best split of the parts by themselves. Then all splits that are no worse are
+listed part by part. Where no step of that lists more than STATES of them, the answer is exact: for up to 18
+layers always, for about 30 layers in 8 parts, for 100 in 4. Otherwise it is the local optimum: no better
+split is one or two small changes away.
 """
 
 from typing import NamedTuple
@@ -20,6 +21,9 @@ STATES = 1 << 16
 
 MOVES = 2048
 """A turn of the local search looks at about this many pairs of moves."""
+
+ROUNDING = 1e-12
+"""Sums of squares that differ by this share may be equal."""
 
 
 class Load(NamedTuple):
@@ -41,7 +45,15 @@ class Load(NamedTuple):
     @property
     def membership(self) -> Ints:
         """(parts, ranks): 1 where the rank carries the part."""
-        return (self.carriers[:, None] == np.arange(self.ranks)).astype(np.int64)
+        found: Ints = (self.carriers[:, None] == np.arange(self.ranks)).astype(np.int64)
+        return found
+
+    @property
+    def last_part(self) -> Ints:
+        """(ranks,): the last part of each rank, -1 for a rank without any."""
+        found = np.full(self.ranks, -1)
+        np.maximum.at(found, self.carriers, np.arange(len(self.carriers)))
+        return found
 
 
 class Score(NamedTuple):
@@ -87,11 +99,13 @@ def score(load: Load, cuts: Ints) -> Score:
 
 def best_of(load: Load, cuts: Ints) -> Ints:
     """The best of some splits, the first of equals."""
-    return cuts[np.lexsort(score(load, cuts)[::-1])[0]]
+    best: Ints = cuts[np.lexsort(score(load, cuts)[::-1])[0]]
+    return best
 
 
 def settle(load: Load, cuts: Ints) -> Ints:
     """Local search: the best change of one cut, or of two by a layer or two, until none helps."""
+    # Every turn but the last finds a strictly better split: equal ones stand behind ``cuts``.
     while True:
         best = best_of(load, np.concatenate((cuts[None], changes(load, cuts))))
         if (best == cuts).all():
@@ -100,64 +114,114 @@ def settle(load: Load, cuts: Ints) -> Ints:
 
 
 def changes(load: Load, cuts: Ints) -> Ints:
-    """The splits near `cuts` that leave no part empty."""
+    """The splits near ``cuts`` that leave no part empty."""
     parts = len(cuts) - 1
-    inner, unit = np.arange(1, parts), np.eye(parts + 1, dtype=np.int64)
-    far = np.array([step for size in (1, 2, 3, 4, 6, 8, 12, 16) for step in (-size, size)])
-    shifts = [(far[:, None, None] * unit[inner]).reshape(-1, parts + 1)]
-    near = np.array([(one, two) for one in (-1, 1, -2, 2) for two in (-1, 1, -2, 2)])
+    inner = np.arange(1, parts)
+    unit: Ints = np.eye(parts + 1, dtype=np.int64)
+    far: Ints = np.array([step for size in (1, 2, 3, 4, 6, 8, 12, 16) for step in (-size, size)])
+    shifts: list[Ints] = [far[:, None, None] * unit[inner]]
+    near: Ints = np.array([(one, two) for one in (-1, 1, -2, 2) for two in (-1, 1, -2, 2)])
     pairs = 0
     for gap in range(1, parts - 1):
         left = inner[: parts - 1 - gap]
-        both = near[:, 0, None, None] * unit[left] + near[:, 1, None, None] * unit[left + gap]
-        shifts.append(both.reshape(-1, parts + 1))
-        pairs += len(shifts[-1])
+        shifts.append(near[:, 0, None, None] * unit[left] + near[:, 1, None, None] * unit[left + gap])
+        pairs += len(near) * len(left)
         if pairs > MOVES:
             break
-    moved = cuts + np.concatenate(shifts)
-    return moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
+    moved: Ints = cuts + np.concatenate([shift.reshape(-1, parts + 1) for shift in shifts])
+    kept: Ints = moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
+    return kept
 
 
 def every_better(load: Load, known: Ints) -> Ints | None:
-    """The best split of all that are no worse than `known`, found part by part; None if there are too many beginnings.
-
-    With T the bottleneck of `known`, ranks * T - total is all the room that full ranks may leave unused: what a rank leaves
-    after its last part is known then, and most beginnings end there.
-    """
-    goal = score(load, known[None])
-    ceiling = int(goal.bottleneck[0]) if goal.excess[0] == 0 else int(load.sums[-1])
-    squares = float(goal.squares[0]) if goal.excess[0] == 0 else np.inf
-    sums, parts, ranks = load.sums, len(load.carriers), load.ranks
-    layers, total = len(sums) - 1, int(sums[-1])
-    least = max(-(-total // ranks), int(np.diff(sums).max()))
-    cuts, loads, held = np.zeros((1, 1), np.int64), np.zeros((1, ranks), np.int64), np.zeros((1, ranks))
-    for part in range(parts):
-        rank, rest = load.carriers[part], parts - 1 - part
-        full = ~np.isin(np.arange(ranks), load.carriers[part:])
-        room = ranks * ceiling - total - (ceiling - loads[:, full]).sum(axis=1)
-        at = cuts[:, -1]
-        free = sums[at] + ceiling - loads[:, rank]
-        low = at + 1
-        if rank not in load.carriers[part + 1 :]:
-            low = np.maximum(low, np.searchsorted(sums, free - room))
-        high = np.minimum(np.searchsorted(sums, free, side="right") - 1, layers - rest)
-        if load.caps is not None:
-            high = np.minimum(high, np.searchsorted(load.caps[part], at, side="right") - 1)
-        if rest == 0:
-            low = np.maximum(low, layers)
+    """The best of all splits no worse than ``known``; None if there are too many beginnings to list."""
+    goal = goal_of(load, known)
+    ranks = load.ranks
+    begun = Begun(np.zeros((1, 1), np.int64), np.zeros((1, ranks), np.int64), np.zeros((1, ranks)))
+    for part in range(len(load.carriers)):
+        low, high = ends(load, goal, begun, part)
         width = np.maximum(high - low + 1, 0)
         if width.sum() > STATES:
             return None
-        state = np.repeat(np.arange(len(at)), width)
-        end = np.arange(len(state)) - np.repeat(np.cumsum(width) - width - low, width)
-        cuts, loads, held = np.column_stack((cuts[state], end)), loads[state], held[state]
-        loads[:, rank] += sums[end] - sums[cuts[:, -2]]
-        if load.memory is not None:
-            held[:, rank] += load.memory[part, end] - load.memory[part, cuts[:, -2]]
-        full[rank] |= rank not in load.carriers[part + 1 :]
-        done = loads[:, full].astype(np.float64)
-        least_squares = np.sum(done**2, axis=1) + (total - done.sum(axis=1)) ** 2 / max(ranks - full.sum(), 1)
-        tight = (loads.max(axis=1) == ceiling) | (least == ceiling)
-        kept = (held <= 1).all(axis=1) & ~(tight & (least_squares > squares * (1 + 1e-12)))
-        cuts, loads, held = cuts[kept], loads[kept], held[kept]
-    return best_of(load, cuts) if len(cuts) else None
+        begun = hopeful(load, goal, extended(load, begun, part, low, width), part)
+    return best_of(load, begun.cuts) if len(begun.cuts) else None
+
+
+class Goal(NamedTuple):
+    """What a split has to reach."""
+
+    ceiling: int
+    """No rank may carry more."""
+    squares: float
+    """Nor may the squares be more, where the ceiling cannot be lower."""
+    is_least: bool
+    """Whether no split has a lower ceiling."""
+
+
+class Begun(NamedTuple):
+    """Beginnings of splits, one a line, all of the same number of parts."""
+
+    cuts: Ints
+    loads: Ints
+    """(beginnings, ranks)."""
+    held: Floats
+    """(beginnings, ranks), in shares of the rank's memory."""
+
+
+def goal_of(load: Load, known: Ints) -> Goal:
+    reached = score(load, known[None])
+    total = int(load.sums[-1])
+    if reached.excess[0] > 0:
+        return Goal(total, np.inf, False)
+    ceiling = int(reached.bottleneck[0])
+    least = max(-(-total // load.ranks), int(np.diff(load.sums).max()))
+    return Goal(ceiling, float(reached.squares[0]) * (1 + ROUNDING), ceiling == least)
+
+
+def ends(load: Load, goal: Goal, begun: Begun, part: int) -> tuple[Ints, Ints]:
+    """The first and the last cut at which the part may end, for each beginning.
+
+    All ranks at the ceiling would carry ranks * ceiling - total more than there is. What a rank leaves free
+    after its last part is taken from that for good, so the last part of a rank has a least end, and few
+    beginnings go on.
+    """
+    sums, rank = load.sums, load.carriers[part]
+    last = len(load.carriers) - 1
+    at = begun.cuts[:, -1]
+    free = sums[at] + goal.ceiling - begun.loads[:, rank]
+    high = np.minimum(np.searchsorted(sums, free, side="right") - 1, len(sums) - 1 - (last - part))
+    if load.caps is not None:
+        high = np.minimum(high, np.searchsorted(load.caps[part], at, side="right") - 1)
+    if part == last:
+        return np.full_like(at, len(sums) - 1), high
+    if load.last_part[rank] > part:
+        return at + 1, high
+    unused = (goal.ceiling - begun.loads[:, load.last_part < part]).sum(axis=1)
+    spare = load.ranks * goal.ceiling - sums[-1] - unused
+    return np.maximum(at + 1, np.searchsorted(sums, free - spare)), high
+
+
+def extended(load: Load, begun: Begun, part: int, low: Ints, width: Ints) -> Begun:
+    """Every beginning with each of ``width`` ends of the part, from ``low`` on."""
+    origin = np.repeat(np.arange(len(width)), width)
+    end = np.arange(len(origin)) + np.repeat(low - (np.cumsum(width) - width), width)
+    begin, rank = begun.cuts[origin, -1], load.carriers[part]
+    loads, held = begun.loads[origin], begun.held[origin]
+    loads[:, rank] += load.sums[end] - load.sums[begin]
+    if load.memory is not None:
+        held[:, rank] += load.memory[part, end] - load.memory[part, begin]
+    return Begun(np.column_stack((begun.cuts[origin], end)), loads, held)
+
+
+def hopeful(load: Load, goal: Goal, begun: Begun, part: int) -> Begun:
+    """The beginnings that memory allows and whose squares may still be few enough.
+
+    What the unfinished ranks will carry together is known; equal loads would have the least squares.
+    """
+    finished = load.last_part <= part
+    done = begun.loads[:, finished].astype(np.float64)
+    rest = load.sums[-1] - done.sum(axis=1)
+    squares = np.sum(done**2, axis=1) + rest**2 / max(load.ranks - int(finished.sum()), 1)
+    at_ceiling = goal.is_least | (begun.loads.max(axis=1) == goal.ceiling)
+    kept = (begun.held <= 1).all(axis=1) & (~at_ceiling | (squares <= goal.squares))
+    return Begun(*(field[kept] for field in begun))

@@ -1,8 +1,8 @@
 """The exact split when every part has a rank of its own: the least bottleneck, then the least sum of squares.
 
-Weights come as prefix sums of integers, so that equal sums compare equal. A *cut* is a position 0..n between layers;
-cut s ends part s - 1. `starts[s][x]` is the earliest cut at which part s may begin if it ends at x; it never falls
-as x grows, and all limits (bottleneck and memory) are in it.
+Weights come as prefix sums of integers, so that equal sums compare equal. A *cut* is a position 0..n between
+layers; cut s ends part s - 1. ``starts[s][x]`` is the earliest cut at which part s may begin if it ends at x;
+it never falls as x grows, and all limits (bottleneck and memory) are in it.
 """
 
 from bisect import bisect_right
@@ -16,17 +16,17 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 DENSE = 1 << 14
-"""Up to this many (previous cut, cut) pairs, a stage of the search is one matrix."""
-
+"""Up to this many (previous cut, cut) pairs, a step of the search is one matrix."""
 
 WIDE = 40
 """With more positions a cut than this, bounds from a good split pay for themselves."""
 
 
 def split_line(sums: Ints, parts: int, caps: Ints | None = None) -> tuple[int, ...] | None:
-    """The cuts of the best split into `parts` non-empty parts, or None where the memory caps leave none.
+    """The cuts of the best split into ``parts`` non-empty parts, or None where the memory caps leave none.
 
-    sums: prefix sums of the weights, sums[0] == 0, len(sums) > parts. caps: starts (parts, n + 1) that memory allows.
+    sums: prefix sums of the weights, sums[0] == 0, len(sums) > parts. caps: starts (parts, n + 1) that memory
+    allows.
     """
     bound = least_bottleneck(sums, parts) if caps is None else least_capped(sums, parts, caps)
     if bound is None:
@@ -41,11 +41,12 @@ def split_line(sums: Ints, parts: int, caps: Ints | None = None) -> tuple[int, .
 
 
 def least_bottleneck(sums: Ints, parts: int) -> int:
-    """The smallest T such that `parts` consecutive parts of at most T each cover all layers.
+    """The smallest T such that ``parts`` consecutive parts of at most T each cover all layers.
 
-    The answer is the sum of an interval. A probe that succeeds lowers the upper end to the largest part it made, one
-    that fails raises the lower end to the smallest sum that would have let a part take one layer more (Nicol, J. Parallel
-    Distrib. Comput. 23, 1994). No weight is negative, so a cover by fewer parts can be cut further: no part stays empty.
+    The answer is the sum of an interval. A probe that succeeds lowers the upper end to the largest part it
+    made, one that fails raises the lower end to the smallest sum that would have let a part take one layer
+    more (Nicol, J. Parallel Distrib. Comput. 23, 1994). No weight is negative, so a cover by fewer parts can
+    be cut further: no part stays empty.
     """
     ends: list[int] = sums.tolist()
     layers, total = len(ends) - 1, ends[-1]
@@ -84,13 +85,13 @@ def least_capped(sums: Ints, parts: int, caps: Ints) -> int | None:
 
 
 def within(sums: Ints, bound: int, parts: int, caps: Ints | None) -> Ints:
-    """The starts that a bottleneck of at most `bound`, and the memory caps, allow."""
+    """The starts that a bottleneck of at most ``bound``, and the memory caps, allow."""
     starts = np.searchsorted(sums, sums - bound)
     return np.broadcast_to(starts, (parts, len(sums))) if caps is None else np.maximum(starts, caps)
 
 
 def hull(starts: Ints) -> tuple[Ints, Ints]:
-    """The first and the last position of each cut 0..parts that filling from the right and from the left leaves."""
+    """The first and last position of each cut 0..parts, by filling parts from the right and the left."""
     parts, layers = len(starts), starts.shape[1] - 1
     first, last = np.zeros(parts + 1, np.int64), np.zeros(parts + 1, np.int64)
     first[parts] = layers
@@ -103,18 +104,17 @@ def hull(starts: Ints) -> tuple[Ints, Ints]:
 
 
 def reachable(starts: Ints) -> bool:
-    """Whether non-empty parts within `starts` cover all layers."""
+    """Whether non-empty parts within ``starts`` cover all layers."""
+    first, last = hull(starts)
     at = np.zeros(1, np.int64)
-    for part, (low, high) in enumerate(zip(*hull(starts), strict=True)):
-        if part == 0:
-            continue
-        to = np.arange(low, high + 1)
-        at = to[np.searchsorted(at, starts[part - 1][to]) < np.searchsorted(at, to)]
+    for part in range(len(starts)):
+        to = np.arange(first[part + 1], last[part + 1] + 1)
+        at = to[np.searchsorted(at, starts[part][to]) < np.searchsorted(at, to)]
     return len(at) > 0
 
 
 def most_even(sums: Ints, starts: Ints, first: Ints, last: Ints) -> tuple[int, ...]:
-    """The split with the least sum of squares whose cut s lies in first[s]..last[s], stage after stage."""
+    """The split with the least sum of squares whose cut s lies in first[s]..last[s], part by part."""
     parts, layers = len(starts), len(sums) - 1
     weight = sums.astype(np.float64)
     at, cost = np.zeros(1, np.int64), np.zeros(1)
@@ -134,13 +134,12 @@ def most_even(sums: Ints, starts: Ints, first: Ints, last: Ints) -> tuple[int, .
     return tuple(reversed(cuts))
 
 
-def cheapest(
-    cost: Floats, before: Floats, after: Floats, low: Ints, high: Ints
-) -> tuple[Ints, Floats]:
-    """For each row i the first j in low[i]..high[i] with the least cost[j] + (after[i] - before[j])**2, and that sum.
+def cheapest(cost: Floats, before: Floats, after: Floats, low: Ints, high: Ints) -> tuple[Ints, Floats]:
+    """The least cost[j] + (after[i] - before[j])**2 over j in low[i]..high[i], and its first j, for each i.
 
-    The square of an interval's sum satisfies the quadrangle inequality, also with intervals forbidden for being
-    too long, so the best j never falls as i grows: a row between two solved ones looks only between their answers.
+    The square of an interval's sum satisfies the quadrangle inequality, also with intervals forbidden for
+    being too long, so the best j never falls as i grows: between two solved i only the j between their
+    answers are looked at.
     """
     rows, columns = len(after), len(before)
     if rows * columns <= DENSE:
@@ -163,9 +162,7 @@ def cheapest(
     return best, least
 
 
-def scan(
-    cost: Floats, before: Floats, after: Floats, start: Ints, stop: Ints
-) -> tuple[Ints, Floats]:
+def scan(cost: Floats, before: Floats, after: Floats, start: Ints, stop: Ints) -> tuple[Ints, Floats]:
     """The same by looking at every j in start[i]..stop[i]."""
     width = stop - start + 1
     begin = np.cumsum(width) - width
