@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from schedules import Op
+from schedules.action import actions_of
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -32,17 +35,18 @@ class At(enum.IntEnum):
     LEFT = -5
 
 
-_PLACE_NAMES = {
+_PLACES: dict[int, str] = {
     At.OUTSIDE: "is outside of any step",
     At.OPENING: "is in the agreement that opens a step",
     At.CLOSING: "is in the agreement that closes a step",
-    At.PROFILE: "measures its layers",
+    At.PROFILE: "measures the layers",
     At.LEFT: "has left",
 }
+_AGREEMENTS: dict[int, str] = {At.OPENING: "opens", At.CLOSING: "closes"}
 
 
 class State(NamedTuple):
-    """What a rank last wrote: an At or the index of an instruction, for how many seconds, in which step."""
+    """What a rank last wrote: its place (see ``Board.at``), for how many seconds it is there, in which step."""
 
     code: int
     seconds: float
@@ -56,8 +60,7 @@ class Board:
 
     Writing takes well under a microsecond and wakes nobody.  ``memory`` is zeroed and holds
     ``BYTES_PER_RANK`` for each rank of the world: a bytearray where ranks are threads, a mapped file where
-    they are processes. Ranks that never wrote here, because they are on another host, are unknown to the
-    board.
+    they are processes.
     """
 
     __slots__ = ("_base", "_clock", "_times", "_words", "rank", "ranks")
@@ -80,13 +83,14 @@ class Board:
         return Board(bytearray(BYTES_PER_RANK * ranks), rank)
 
     def at(self, code: int) -> None:
-        """Note where this rank is: the index of an instruction in its row, or a At."""
+        """Note where this rank is: the index of an instruction in its row, or one of At."""
         base = self._base
         self._words[base] = code
         self._times[base + 1] = self._clock()
 
     def begin(self, step: int) -> None:
-        """Note that this rank opens a step."""
+        """Note that this rank opens a step, in which it has not failed."""
+        self._words[self._base + _FAILED] = 0
         self._words[self._base + _STEP] = step
         self.at(At.OPENING)
 
@@ -98,137 +102,138 @@ class Board:
         """Whether a rank has failed in this step.  False may also mean that it is on another host."""
         return self._words[rank * _WORDS + _FAILED] == step + 1
 
-    def knows(self, rank: int) -> bool:
-        """Whether the rank writes here."""
-        return self._words[rank * _WORDS + _PROCESS] != 0
-
     def state(self, rank: int) -> State:
         """What a rank last wrote."""
         words, base = self._words, rank * _WORDS
-        step = words[base + _STEP]
         seconds = self._clock() - self._times[base + _SINCE]
-        return State(words[base + _CODE], seconds, step, words[base + _FAILED] == step + 1, words[base + _PROCESS])
+        step, process = words[base + _STEP], words[base + _PROCESS]
+        return State(words[base + _CODE], seconds, step, step >= 0 and self.failed(rank, step), process)
 
 
 # -- the report ----------------------------------------------------------------------------------------------
 
 
-class _Message(NamedTuple):
-    """A message of the Program: where it is sent and posted, as indices into the two ranks' rows."""
-
-    source: int
-    sent: int
-    destination: int
-    posted: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """What keeps a rank: the instruction that cannot be completed, and the rank that has to act first."""
+class _Need(NamedTuple):
+    """What an instruction cannot be completed without: that ``peer`` has gone beyond an index of its row."""
 
     text: str
     peer: int
+    beyond: int
+
+
+class _Wait(NamedTuple):
+    """What keeps a rank, and the ranks that have to act first."""
+
+    text: str
+    peers: tuple[int, ...]
+
+
+_Needs = Mapping[tuple[int, int], Sequence[_Need]]  # by rank of the pipeline and index in its row
 
 
 def hang_report(board: Board, rows: Sequence[Sequence[Instruction]]) -> str:
     """A line for each rank: what it does or waits for, and since when; then cycles and who holds up whom.
 
+        rank 0 waits in RECV_B 0B0 for rank 1, which waits too
+        rank 1 waits in RECV_B 1B0 for rank 2, which is in 2F0 since 61 s
+        rank 2 is in 2F0 since 61 s
+        rank 2 holds up ranks 0, 1
+
     ``rows`` are those of the Program, one for each rank of a pipeline; ranks of the world beyond that are
-    further pipelines of the same Program.  A rank waits for a message when the Program says that the other
-    side has not come to its part of it; nothing needs to be noted about waits at run time.
+    further pipelines of the same Program.  A rank waits when the Program says that its instruction needs a
+    message, and that the other side has not come to its part of it: nothing is noted about waits at run time.
     """
-    messages = tuple(_messages(rows))
     states = [board.state(rank) for rank in range(board.ranks)]
-    waits = {
-        rank: wait
-        for rank in range(board.ranks)
-        if board.knows(rank) and (wait := _wait(rank, states, rows, messages)) is not None
-    }
+    needs = _needs(rows)
+    waits = {rank: wait for rank in range(board.ranks) if (wait := _wait(rank, states, needs, len(rows)))}
+    activities = [_activity(state, rows[rank % len(rows)]) for rank, state in enumerate(states)]
     lines = []
-    for rank, state in enumerate(states):
-        text = _activity(board, rank, state, rows)
-        if rank in waits:
-            wait = waits[rank]
-            peer = _activity(board, wait.peer, states[wait.peer], rows)
-            text = f"waits in {wait.text} for rank {wait.peer}, which {peer}"
-        lines.append(f"rank {rank} {text}")
-    return "\n".join(lines + _verdict(waits))
+    for rank, activity in enumerate(activities):
+        wait = waits.get(rank)
+        if wait is not None:
+            others = f"ranks {_listed(wait.peers)}"
+            if len(wait.peers) == 1:
+                peer = wait.peers[0]
+                others = f"rank {peer}, which {'waits too' if peer in waits else activities[peer]}"
+            activity = f"waits in {wait.text} for {others}"
+        lines.append(f"rank {rank} {activity}")
+    return "\n".join([*lines, *_cycles(waits), *_culprits(waits)])
 
 
-def _messages(rows: Sequence[Sequence[Instruction]]) -> Iterator[_Message]:
-    """The k-th send from one rank to another on a lane meets the k-th receive there."""
-    sends: dict[tuple[int, int, str], list[int]] = {}
-    receives: dict[tuple[int, int, str], list[int]] = {}
+def _needs(rows: Sequence[Sequence[Instruction]]) -> _Needs:
+    """By where an instruction stands: the messages that it completes."""
+    sent: dict[tuple[int, int, str], list[tuple[int, Action | Pair | None]]] = {}
+    received: dict[tuple[int, int, str], list[Action | Pair | None]] = {}
+    computed: dict[tuple[int, Action | Pair | None], int] = {}
+    awaited: dict[tuple[int, Action | Pair | None], int] = {}
     for rank, row in enumerate(rows):
-        for index, instruction in enumerate(row):
-            way, _, lane = instruction.op.partition("_")
+        for index, (op, action, peer, _) in enumerate(row):
+            way, _, lane = op.partition("_")
             if way == "SEND":
-                sends.setdefault((rank, instruction.peer, lane), []).append(index)
+                sent.setdefault((rank, peer, lane), []).append((index, action))
             elif way == "RECV":
-                receives.setdefault((instruction.peer, rank, lane), []).append(index)
-    for (source, destination, lane), indices in sends.items():
-        for sent, posted in zip(indices, receives.get((source, destination, lane), ()), strict=False):
-            yield _Message(source, sent, destination, posted)
+                received.setdefault((peer, rank, lane), []).append(action)
+            elif op == Op.WAIT_SEND:
+                awaited[rank, action] = index
+            elif action is not None:
+                computed.update({(rank, single): index for single in actions_of(action)})
+    needs: dict[tuple[int, int], list[_Need]] = {}
+    for (source, destination, lane), messages in sent.items():  # the k-th send meets the k-th receive
+        consumers = received.get((source, destination, lane), ())
+        for (index, producer), consumer in zip(messages, consumers, strict=False):
+            taken = computed[destination, consumer]
+            needs.setdefault((destination, taken), []).append(_Need(f"RECV_{lane} {consumer}", source, index))
+            if (source, producer) in awaited:
+                place = source, awaited[source, producer]
+                needs.setdefault(place, []).append(_Need(f"WAIT_SEND {producer}", destination, taken))
+    return needs
 
 
-def _wait(
-    rank: int, states: Sequence[State], rows: Sequence[Sequence[Instruction]], messages: Sequence[_Message]
-) -> _Wait | None:
-    """The first message that a rank needs to complete its instruction, and whose other side is missing."""
-    own, first = rank % len(rows), rank - rank % len(rows)  # the pipeline axis is the inner one
-    step, code = states[rank].step, states[rank].code
-    if not 0 <= code < len(rows[own]):
+def _wait(rank: int, states: Sequence[State], needs: _Needs, pipe: int) -> _Wait | None:
+    """What keeps a rank, if anything does; the pipeline axis is the inner one."""
+    state = states[rank]
+    if state.process == 0:
         return None
-    now = rows[own][code]
-    for message in messages:
-        if message.destination == own and message.posted <= code:
-            post = rows[own][message.posted]
-            needed = message.posted == code or not _actions(post).isdisjoint(_actions(now))
-            peer = first + message.source
-            if needed and now.op[:4] not in ("SEND", "WAIT") and _progress(states[peer], step) <= message.sent:
-                return _Wait(f"{post.op} {post.action}", peer)
-        elif message.source == own and message.sent <= code and now.op in ("WAIT_SEND", "STEP"):
-            send = rows[own][message.sent]
-            needed = now.op == "STEP" or not _actions(send).isdisjoint(_actions(now))
-            peer = first + message.destination
-            if needed and _progress(states[peer], step) < message.posted:
-                return _Wait(f"{send.op} {send.action}", peer)
-    return None
+    for need in needs.get((rank % pipe, state.code), ()):
+        peer = rank - rank % pipe + need.peer
+        if states[peer].process != 0 and _progress(states[peer], state.step) <= need.beyond:
+            return _Wait(need.text, (peer,))
+    if state.code not in (At.OPENING, At.CLOSING):
+        return None
+    here = -1.0 if state.code == At.OPENING else _END
+    absent = tuple(other for other, its in enumerate(states) if its.process != 0 and _progress(its, state.step) < here)
+    return _Wait(f"the agreement that {_AGREEMENTS[state.code]} the step", absent) if absent else None
 
 
-def _actions(instruction: Instruction) -> frozenset[Action | Pair]:
-    """The single actions that an instruction is about."""
-    action = instruction.action
-    if action is None:
-        return frozenset()
-    return frozenset((action.first, action.second) if instruction.op == "PAIR" else (action,))  # type: ignore[union-attr]
+_BEFORE, _END = -2.0, math.inf
 
 
 def _progress(state: State, step: int) -> float:
-    """How far a rank has come in this step: the index of its instruction, or beyond either end of its row."""
-    if state.step != step:
-        return float("inf") if state.step > step else -1.0
+    """How far a rank has come in a step: the index of its instruction, or beyond either end of its row."""
+    if state.code == At.LEFT or state.step < step:
+        return _BEFORE  # whatever it did, nothing more will come
+    if state.step > step or state.code in (At.CLOSING, At.OUTSIDE):
+        return _END
+    return state.code if state.code >= 0 else -1.0
+
+
+def _activity(state: State, row: Sequence[Instruction]) -> str:
+    if state.process == 0:
+        return "has not told what it does"
     if state.code >= 0:
-        return state.code
-    return float("inf") if state.code in (At.CLOSING, At.OUTSIDE, At.LEFT) else -1.0
-
-
-def _activity(board: Board, rank: int, state: State, rows: Sequence[Sequence[Instruction]]) -> str:
-    if not board.knows(rank):
-        return "is on another host"
-    row = rows[rank % len(rows)]
-    if 0 <= state.code < len(row):
-        now = row[state.code]
-        text = f"is in {now.action if now.op in ('F', 'B', 'I', 'W', 'PAIR') else now}"
+        text = f"is in {row[state.code]}" if state.code < len(row) else f"is in instruction {state.code}"
     else:
-        text = _PLACE_NAMES.get(At(state.code), "") if state.code in _PLACE_NAMES else "is nowhere in its program"
+        text = _PLACES[state.code]
     if not _alive(state.process):
-        return f"has died: process {state.process} is gone, and it last wrote that it {text}"
-    failed = " after it failed" if state.failed else ""
-    return f"{text}{failed} since {state.seconds:.0f} s"
+        return f"has died; it last told that it {text}"
+    failed = ", after it failed," if state.failed else ""
+    return f"{text}{failed} since {state.seconds:.{0 if state.seconds > 10 else 1}f} s"
 
 
 def _alive(process: int) -> bool:
+    """Whether a process of this host exists.  Negative numbers stand for processes elsewhere."""
+    if process < 0:
+        return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -238,32 +243,30 @@ def _alive(process: int) -> bool:
     return True
 
 
-def _verdict(waits: dict[int, _Wait]) -> list[str]:
-    """Cycles of ranks that wait for each other; ranks that others wait for and that wait for nobody."""
-    lines = []
+def _cycles(waits: Mapping[int, _Wait]) -> Iterator[str]:
+    """Ranks that wait for each other.  Only messages can make a cycle: each has one peer."""
     seen: set[int] = set()
     for start in waits:
         path: list[int] = []
         rank = start
-        while rank in waits and rank not in seen:
+        while rank not in seen and rank in waits and len(waits[rank].peers) == 1:
             seen.add(rank)
             path.append(rank)
-            rank = waits[rank].peer
+            rank = waits[rank].peers[0]
         if rank in path:
             cycle = [*path[path.index(rank) :], rank]
-            lines.append("a cycle: " + " waits for ".join(f"rank {r}" for r in cycle))
-    for rank in sorted({wait.peer for wait in waits.values()} - set(waits)):
-        held = sorted(_behind(rank, waits))
-        lines.append(f"rank {rank} holds up {'rank' if len(held) == 1 else 'ranks'} {', '.join(map(str, held))}")
-    return lines
+            yield "a cycle: " + " waits for ".join(f"rank {r}" for r in cycle)
 
 
-def _behind(rank: int, waits: dict[int, _Wait]) -> set[int]:
-    """Ranks that wait for this one, directly or through others."""
-    held: set[int] = set()
-    grown = True
-    while grown:
-        more = {r for r, wait in waits.items() if wait.peer == rank or wait.peer in held} - held
-        grown = bool(more)
-        held |= more
-    return held
+def _culprits(waits: Mapping[int, _Wait]) -> Iterator[str]:
+    """Ranks that wait for nobody, and those which wait for them, directly or through others."""
+    for culprit in sorted({peer for wait in waits.values() for peer in wait.peers} - set(waits)):
+        held: set[int] = {culprit}
+        while more := {rank for rank, wait in waits.items() if held & set(wait.peers)} - held:
+            held |= more
+        behind = sorted(held - {culprit})
+        yield f"rank {culprit} holds up {'rank' if len(behind) == 1 else 'ranks'} {_listed(behind)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -168,4 +168,5 @@ def _by_key(keys: Integers) -> dict[int, Integers]:
     """The positions of each key, in order."""
     order = np.argsort(keys, kind="stable")
     found, begins = np.unique(keys[order], return_index=True)
-    return dict(zip(found.tolist(), np.split(order, begins[1:]), strict=True))
+    ends = [*begins[1:].tolist(), len(keys)][: len(found)]
+    return {key: order[begin:end] for key, begin, end in zip(found.tolist(), begins, ends, strict=True)}

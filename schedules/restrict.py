@@ -15,9 +15,7 @@ def shortened(schedule: Schedule, micro_batches: int) -> Schedule:
 
     Micro-batches do not depend on each other, so what is left of a legal order is legal.
     """
-    return (
-        schedule if micro_batches == schedule.micro_batches else _kept(schedule, micro_batches, schedule.name)
-    )
+    return schedule if micro_batches == schedule.micro_batches else _kept(schedule, micro_batches, schedule.name)
 
 
 def forwards_of(schedule: Schedule, micro_batches: int) -> Schedule:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import schedules
 from schedules import Costs, Schedule, Timeline
 from schedules.errors import CostError, ImpossibleShape, ScheduleError
-from schedules.saving import VIEWS
 
 RANKS, MICRO_BATCHES = 4, 8
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}

@@ -1,0 +1,159 @@
+"""The two agreements of a step: what all ranks must know before its first forward, and before its update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import DataError, EndOfData
+from pipeline.mesh import Mesh
+
+__all__ = ["Closing", "Opening", "close", "open_step"]
+
+_READS_NOTHING = 0.0
+_FAILED = -1.0
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What one pipeline knows when a step starts: its micro-batches, their shares of the step, their signatures."""
+
+    micro_batches: int
+    shares: tuple[float, ...]
+    signatures: tuple[int, ...]
+
+
+def open_step(
+    mesh: Mesh,
+    limit: int,
+    *,
+    count: int | None,
+    weights: Mapping[int, float],
+    signatures: Mapping[int, int],
+    failed: bool,
+) -> Opening:
+    """Agree on the step over all ranks, in one all-reduce.
+
+    ``count`` is the number of micro-batches this rank has read, None where it reads none; ``weights`` and
+    ``signatures`` are those of the micro-batches that leave, or enter, the model on this rank.  Every slot of the
+    vector is written by one rank, so that sums are exact.
+
+    Raises ``EndOfData`` when an iterator has nothing left, ``DataError`` when ranks read different numbers of
+    micro-batches or the total weight is not positive and finite; on every rank alike, before anything is sent.
+    """
+    counts = torch.zeros(mesh.data, mesh.pipe, dtype=torch.float64)
+    numbers = torch.zeros(2, mesh.data, limit, dtype=torch.float64)
+    counts[mesh.data_rank, mesh.pipe_rank] = _FAILED if failed else _READS_NOTHING if count is None else 1 + count
+    for row, values in enumerate((weights, signatures)):
+        for micro_batch, value in values.items():
+            numbers[row, mesh.data_rank, micro_batch] = value
+    vector = torch.cat([counts.reshape(-1), numbers.reshape(-1)])
+    if mesh.size > 1:
+        vector = _all_reduced(vector, mesh)
+    counts = vector[: counts.numel()].view_as(counts)
+    micro_batches = _agreed_count(counts)
+    weight, signature = vector[counts.numel() :].view_as(numbers).tolist()
+    total = math.fsum(w for row in weight for w in row)
+    if not (total > 0 and math.isfinite(total)):
+        raise DataError(f"the total loss weight of the step is {total}; loss_weight must give positive, finite numbers")
+    own = mesh.data_rank
+    return Opening(
+        micro_batches,
+        tuple(w / total for w in weight[own][:micro_batches]),
+        tuple(int(s) for s in signature[own][:micro_batches]),
+    )
+
+
+def _agreed_count(counts: Tensor) -> int:
+    if bool((counts == _FAILED).any()):
+        where = ", ".join(f"data rank {d} pipeline rank {p}" for d, p in (counts == _FAILED).nonzero().tolist())
+        raise DataError(f"the iterator raised an error on {where}")
+    reading = [(d, p, int(counts[d, p]) - 1) for d, p in (counts > 0).nonzero().tolist()]
+    found = {count for _, _, count in reading}
+    if 0 in found:
+        raise EndOfData("an iterator has no micro-batch left")
+    if len(found) > 1:
+        shown = "; ".join(f"data rank {d} pipeline rank {p}: {count}" for d, p, count in reading)
+        raise DataError(
+            f"ranks read different numbers of micro-batches ({shown}); iterators of one pipeline must yield the "
+            "same items, and those of data-parallel ranks equally many"
+        )
+    return found.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """What every rank knows before it updates: who failed, the loss, the gradients' norms, how busy each rank was."""
+
+    failed: tuple[int, ...]  # world ranks that stopped computing
+    stop: bool  # whether some rank asked to stop
+    loss: Tensor
+    squared_norms: tuple[float, ...]  # one a layer, tied parameters in their first
+    busy: tuple[float, ...]  # seconds, one a world rank
+    span: float  # seconds that the slowest rank's program took
+
+    @property
+    def gradient_norm(self) -> float:
+        """The norm of all gradients together: squares added in layer order on every rank."""
+        return math.sqrt(sum(self.squared_norms)) if all(map(math.isfinite, self.squared_norms)) else math.inf
+
+
+def close(
+    mesh: Mesh,
+    limit: int,
+    *,
+    failed: bool,
+    stop: bool,
+    losses: Mapping[int, Tensor],
+    shares: Sequence[float],
+    squared_norms: Sequence[Tensor | float],
+    busy: float,
+    span: float,
+) -> Closing:
+    """Agree on the end of a step over all ranks, in one all-reduce.
+
+    ``losses`` are those of the micro-batches that left the model on this rank; ``squared_norms`` has one number a
+    layer, 0 for the layers that another rank counts.
+    """
+    ranks = torch.zeros(mesh.size, 5, dtype=torch.float64)
+    code = max((1 + _DTYPES.index(loss.dtype) for loss in losses.values() if loss.dtype in _DTYPES), default=0)
+    ranks[mesh.rank] = torch.tensor([float(failed), float(stop), busy, span, float(code)], dtype=torch.float64)
+    terms = torch.zeros(mesh.data, limit, dtype=torch.float64)
+    for micro_batch, loss in losses.items():
+        terms[mesh.data_rank, micro_batch] = loss.double() * shares[micro_batch]
+    norms = torch.tensor([float(n) for n in squared_norms], dtype=torch.float64)
+    vector = torch.cat([ranks.reshape(-1), terms.reshape(-1), norms])
+    if mesh.size > 1:
+        vector = _all_reduced(vector, mesh)
+    ranks, terms, norms = vector.split([ranks.numel(), terms.numel(), norms.numel()])
+    rows = ranks.view(mesh.size, 5).tolist()
+    loss = torch.tensor(_summed(terms.reshape(-1).tolist()), dtype=torch.float64)
+    code = int(max(row[4] for row in rows))
+    dtype = _DTYPES[code - 1] if code else torch.float32
+    return Closing(
+        failed=tuple(rank for rank, row in enumerate(rows) if row[0]),
+        loss=loss.to(device=mesh.device, dtype=dtype),
+        squared_norms=tuple(norms.tolist()),
+        stop=any(row[1] for row in rows),
+        busy=tuple(row[2] for row in rows),
+        span=max(row[3] for row in rows),
+    )
+
+
+def _summed(terms: Sequence[float]) -> float:
+    """A plain sum in micro-batch order: the same rounding on every rank and in every layout."""
+    total = 0.0
+    for term in terms:
+        total += term
+    return total
+
+
+def _all_reduced(vector: Tensor, mesh: Mesh) -> Tensor:
+    on_device = vector.to(mesh.device)
+    mesh.world.all_reduce(on_device)
+    return on_device.cpu()

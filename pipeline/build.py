@@ -1,0 +1,212 @@
+"""Building the layers of one rank: seeded by their own index, tied, flat, and split for backward."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import ModelError
+from pipeline.gradients.flat import FlatLayer, Segment
+from pipeline.gradients.scratch import Scratch
+from pipeline.gradients.split import split
+from pipeline.layer import Layer, RandomSource
+from pipeline.links.protocol import Group
+from pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+from pipeline.random_state import key, preserved, seed_generator
+from pipeline.ties import Role, role, separate, share
+
+__all__ = [
+    "BuiltLayers",
+    "ParamGroups",
+    "Stretch",
+    "build_layers",
+    "build_module",
+    "check_ready_modules",
+    "layer_function",
+]
+
+ParamGroups = Callable[[str, torch.Size], Mapping[str, Any]]
+
+_BUILDING = -1  # the "step" under whose key layers are initialised
+
+
+def build_module(module: PipelineModule, index: int, random: RandomSource) -> nn.Module | None:
+    """Build one layer as it is at the start of training; None for a plain callable.
+
+    The seed is that of the layer's own index, or of the first use where it is tied, so that the initial weights
+    depend on nothing else.  A module that is in the list ready-made is taken as it is; where ranks are threads of
+    one process it is copied, so that each has its own.
+    """
+    entry = module.entries[index]
+    with random.lock or nullcontext():
+        if isinstance(entry, LayerSpec | TiedLayerSpec):
+            with preserved(random.device):
+                seed_generator(random.device, key(random.seed, _BUILDING, 0, _first_use(module, index)))
+                built = entry.factory(*entry.args, **entry.kwargs)
+            if not isinstance(built, nn.Module):
+                raise ModelError(f"layer {index}: {module.type_of(index)} made a {type(built).__name__}, not a module")
+        elif isinstance(entry, nn.Module):
+            built = copy.deepcopy(entry) if random.lock else entry
+        else:
+            return None
+        return built.to(random.device)
+
+
+def _first_use(module: PipelineModule, index: int) -> int:
+    entry = module.entries[index]
+    if not isinstance(entry, TiedLayerSpec):
+        return index
+    return next(
+        i for i, other in enumerate(module.entries) if isinstance(other, TiedLayerSpec) and other.key == entry.key
+    )
+
+
+def check_ready_modules(module: PipelineModule, group: Group) -> None:
+    """Compare the initial values of ready-made modules between ranks, by hash.  Collective.
+
+    Raises ``ModelError`` on every rank, naming the first layer that differs.
+    """
+    digests = {index: _digest(entry) for index, entry in enumerate(module.entries) if isinstance(entry, nn.Module)}
+    for rank, others in enumerate(group.all_gather_object(digests)):
+        differing = [index for index in digests if others.get(index) != digests[index]]
+        if differing:
+            raise ModelError(
+                f"layer {differing[0]} ({module.type_of(differing[0])}) starts with other values on rank {rank} than "
+                "here; seed the generator before building it, or use a LayerSpec, which needs no seed"
+            )
+
+
+def _digest(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()
+
+
+class Stretch(NamedTuple):
+    """Part of a layer's flat vectors that one optimizer group owns."""
+
+    layer: int
+    group: int
+    parameters: Tensor
+    gradients: Tensor
+    slices: tuple[tuple[str, int, int], ...]  # name in the layer, first element and one past the last
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltLayers:
+    """The layers of one rank by index, and the settings of the optimizer's groups, equal on all ranks."""
+
+    layers: Mapping[int, Layer]
+    flats: Mapping[int, FlatLayer]
+    groups: tuple[Mapping[str, Any], ...]
+
+    def stretches(self, *roles: Role) -> list[Stretch]:
+        """The stretches of all flat vectors with one of these roles, in layer order."""
+        return [
+            Stretch(
+                index,
+                segment.group // len(Role),
+                segment.parameters,
+                segment.gradients,
+                _slices(flat, segment),
+            )
+            for index, flat in self.flats.items()
+            for segment in flat.segments
+            if segment.group % len(Role) in roles
+        ]
+
+
+def _slices(flat: FlatLayer, segment: Segment) -> tuple[tuple[str, int, int], ...]:
+    return tuple(
+        (slot.name, slot.offset - segment.start, slot.end - segment.start)
+        for slot in flat.slots
+        if slot.vector == segment.vector and slot.group == segment.group
+    )
+
+
+def build_layers(
+    module: PipelineModule,
+    indices: Iterable[int],
+    random: RandomSource,
+    pipeline: Group,
+    *,
+    param_groups: ParamGroups | None,
+    recompute: Sequence[int],
+) -> BuiltLayers:
+    """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
+
+    Raises ``ModelError`` when no parameter of the whole model is trainable.
+    """
+    ties = module.ties()
+    modules = {index: build_module(module, index, random) for index in sorted(indices)}
+    real = {index: built for index, built in modules.items() if built is not None}
+    separate(real)
+    group_of_name, groups = _agree_on_groups(real, param_groups, pipeline)
+    flats = {}
+    for index, owner in real.items():
+
+        def group_of(name: str, _: nn.Parameter, index: int = index) -> int:
+            return group_of_name[_full_name(index, name)] * len(Role) + role(ties, modules, index, name)
+
+        flats[index] = FlatLayer(owner, group_of=group_of)
+    share(ties, flats)
+    scratch = Scratch()
+    layers = {}
+    for index, built in modules.items():
+        layers[index] = Layer(
+            index,
+            f"{index} ({module.type_of(index)})",
+            layer_function(module, index, built),
+            random,
+            module=built,
+            flat=flats.get(index),
+            binding=split(built, flats[index], scratch=scratch) if built is not None else None,
+            recompute=index in recompute,
+        )
+    return BuiltLayers(layers, flats, groups)
+
+
+def _full_name(index: int, name: str) -> str:
+    return f"layers.{index}.{name}"
+
+
+def layer_function(module: PipelineModule, index: int, built: nn.Module | None) -> Callable[[Any], Any]:
+    """What is called with the output of the layer before: the built module, in the way its entry says."""
+    entry = module.entries[index]
+    if built is None:
+        return entry  # type: ignore[return-value]
+    if isinstance(entry, TiedLayerSpec) and entry.forward is not None:
+        return partial(entry.forward, built)
+    return built
+
+
+def _agree_on_groups(
+    modules: Mapping[int, nn.Module], param_groups: ParamGroups | None, pipeline: Group
+) -> tuple[dict[str, int], tuple[Mapping[str, Any], ...]]:
+    """Number the optimizer's groups in the order in which layers first ask for them."""
+    mine = []
+    for index, built in modules.items():
+        for name, parameter in built.named_parameters():
+            full = _full_name(index, name)
+            settings = dict(param_groups(full, parameter.shape)) if param_groups else {}
+            mine.append((index, full, settings, parameter.requires_grad))
+    everyone = sorted((entry for rank in pipeline.all_gather_object(mine) for entry in rank), key=lambda e: e[0])
+    if not any(trainable for *_, trainable in everyone):
+        raise ModelError("no parameter of the model is trainable; set requires_grad on what is to be trained")
+    groups: list[Mapping[str, Any]] = []
+    number = {}
+    for _, full, settings, _ in everyone:
+        if settings not in groups:
+            groups.append(settings)
+        number[full] = groups.index(settings)
+    return number, tuple(groups)

@@ -1,0 +1,176 @@
+"""Checkpoints whose names and contents do not depend on the layout, on torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as write
+from torch.optim import Optimizer
+
+from partition import Profile
+from pipeline.build import Stretch
+from pipeline.errors import CheckpointError
+from pipeline.mesh import Mesh
+from pipeline.module import Tie
+from pipeline.ties import owner_name
+
+__all__ = ["latest", "load_tensors", "optimizer_entries", "read_header", "restore_optimizer", "save"]
+
+_LATEST = "latest"
+_HEADER = "header.pt"
+_PROFILE = "profile.json"
+
+
+def save(
+    directory: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    header: Mapping[str, Any],
+    profile: Profile | None,
+    mesh: Mesh,
+) -> Path:
+    """Write ``directory/step-N`` and point ``directory/latest`` to it.  Collective.
+
+    It is written under another name and renamed when it is whole, so that what stands under its name is complete.
+    """
+    final = directory / f"step-{step:08d}"
+    partial = directory / f".partial-step-{step:08d}"
+    if mesh.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        torch.save(dict(header), partial / _HEADER)
+        if profile is not None:
+            profile.save(partial / _PROFILE)
+    mesh.world.barrier()
+    _write(dict(tensors), partial, mesh)
+    mesh.world.barrier()
+    if mesh.rank == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(partial, final)
+        pointer = directory / f".{_LATEST}"
+        pointer.write_text(final.name)
+        os.replace(pointer, directory / _LATEST)
+    mesh.world.barrier()
+    return final
+
+
+def _write(tensors: dict[str, Tensor], path: Path, mesh: Mesh) -> None:
+    """Every rank writes its own tensors; ranks that are threads of one process have one writer."""
+    writer = FileSystemWriter(path)
+    if not mesh.random_lock is not None:
+        write(tensors, storage_writer=writer, no_dist=mesh.size == 1)
+        return
+    everyone = mesh.world.all_gather_object(tensors)
+    if mesh.rank == 0:
+        merged = {name: tensor for part in everyone for name, tensor in part.items()}
+        write(merged, storage_writer=writer, no_dist=True)
+
+
+def latest(path: Path) -> Path:
+    """The checkpoint to load: ``path`` itself, or the newest whole one of a directory of checkpoints.
+
+    Raises ``CheckpointError`` where there is none.
+    """
+    if (path / _HEADER).is_file():
+        return path
+    try:
+        found = path / (path / _LATEST).read_text().strip()
+    except OSError:
+        found = path
+    if not (found / _HEADER).is_file():
+        raise CheckpointError(f"there is no checkpoint in {path}: neither {_HEADER} nor {_LATEST} is there")
+    return found
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], Profile | None]:
+    """What a checkpoint says beside its tensors, and the profile its layout was made from."""
+    header: dict[str, Any] = torch.load(path / _HEADER, weights_only=True)
+    profile = path / _PROFILE
+    return header, Profile.load(profile) if profile.is_file() else None
+
+
+def load_tensors(path: Path, wanted: Mapping[str, Tensor]) -> None:
+    """Fill tensors by name, in place.
+
+    Raises ``CheckpointError`` for a name that is not there or has another shape, before anything is changed.
+    """
+    stored = _stored(path)
+    for name, tensor in wanted.items():
+        if name not in stored:
+            raise CheckpointError(f"{path} has no {name!r}: it is a checkpoint of another model")
+        if stored[name].size != tensor.shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {tuple(stored[name].size)}, the model needs {tuple(tensor.shape)}"
+            )
+    if wanted:
+        load(dict(wanted), storage_reader=FileSystemReader(path), no_dist=True)
+
+
+def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+# -- the optimizer's state, by parameter ---------------------------------------------------------------------
+
+
+FlatParameters = Sequence[tuple[Stretch, nn.Parameter]]
+
+
+def optimizer_entries(optimizer: Optimizer, flat: FlatParameters, ties: Sequence[Tie]) -> dict[str, Tensor]:
+    """Each tensor of each parameter's state by name: 1-D, or a scalar that counts for the whole of it."""
+    entries = {}
+    for stretch, parameter in flat:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                for name, start, stop in stretch.slices:
+                    part = value[start:stop] if value.dim() else value
+                    entries[f"optimizer.{key}.{owner_name(ties, stretch.layer, name)}"] = part
+    return entries
+
+
+def restore_optimizer(optimizer: Optimizer, flat: FlatParameters, ties: Sequence[Tie], path: Path) -> None:
+    """Rebuild the optimizer's state from a checkpoint of any layout."""
+    stored = _stored(path)
+    wanted: dict[str, Tensor] = {}
+    for stretch, parameter in flat:
+        state: dict[str, Tensor] = {}
+        for name, start, stop in stretch.slices:
+            for key, entry in _entries_of(stored, owner_name(ties, stretch.layer, name)):
+                dtype = entry.properties.dtype
+                if len(entry.size) == 0:
+                    part = state.setdefault(
+                        key, torch.zeros((), dtype=dtype, device=_scalar_device(optimizer, parameter))
+                    )
+                else:
+                    whole = state.setdefault(key, torch.zeros(parameter.shape, dtype=dtype, device=parameter.device))
+                    part = whole[start:stop]
+                wanted[f"optimizer.{key}.{owner_name(ties, stretch.layer, name)}"] = part
+        if state:
+            optimizer.state[parameter] = state
+    load_tensors(path, wanted)
+
+
+def _entries_of(stored: Mapping[str, TensorStorageMetadata], name: str) -> list[tuple[str, TensorStorageMetadata]]:
+    found = []
+    for full, entry in stored.items():
+        if full.startswith("optimizer.") and full.endswith(f".{name}"):
+            key = full.removeprefix("optimizer.").removesuffix(f".{name}")
+            if "." not in key:
+                found.append((key, entry))
+    return found
+
+
+def _scalar_device(optimizer: Optimizer, parameter: nn.Parameter) -> torch.device:
+    """torch keeps an optimizer's step counters in host memory, unless the whole update runs on the device."""
+    on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+    return parameter.device if on_device else torch.device("cpu")

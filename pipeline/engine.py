@@ -1,0 +1,377 @@
+"""The engine: trains, evaluates and runs a model by a Plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from partition import Profile, stage_costs
+from partition.errors import FewerLayersThanStages
+from pipeline import checkpoint, failures
+from pipeline.agreement import Closing, close
+from pipeline.batch import Item
+from pipeline.build import ParamGroups, check_ready_modules
+from pipeline.config import PipelineConfig
+from pipeline.device import set_threads
+from pipeline.errors import CheckpointError, LinkError, NonFiniteLoss, NotPlanned
+from pipeline.exchange import Forms, ShapeTable
+from pipeline.executor import Executor
+from pipeline.intake import take_in
+from pipeline.layer import Place, RandomSource
+from pipeline.mesh import Mesh, make_mesh
+from pipeline.module import PipelineModule
+from pipeline.plan import Plan, agree_on, environment, plan_for
+from pipeline.planning import choose_plan
+from pipeline.random_state import preserved
+from pipeline.recorder import measured_timeline
+from pipeline.runner import Runner
+from pipeline.state import gather_to_first, load_named, named_state
+from pipeline.step import Step
+from pipeline.update import MakeOptimizer, MakeScheduler, Updater, clipping_factor
+from pipeline.watch import At
+from schedules import Schedule, Timeline, simulate
+
+__all__ = ["Engine", "StepStats", "initialize"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What is known of the last training step on every rank without asking: seconds, and fractions of them."""
+
+    seconds: float
+    bubble: float
+    gradient_norm: float
+
+
+def initialize(
+    module: PipelineModule,
+    *,
+    config: PipelineConfig | Mapping[str, Any] | str | Path | None = None,
+    optimizer: MakeOptimizer | None = None,
+    lr_scheduler: MakeScheduler | None = None,
+    param_groups: ParamGroups | None = None,
+    profile: Profile | None = None,
+) -> Engine:
+    """Make an engine on every rank that is to take part.  Collective.
+
+    Parameters
+    ----------
+    module:
+        The model, the same on every rank.
+    config:
+        A ``PipelineConfig``, a mapping of settings, or the path of a TOML, YAML or JSON file.
+    optimizer:
+        A ``torch.optim`` class, or a function that takes a list of parameter groups and returns an optimizer.  It is
+        called once on each rank with the same groups in the same order, ``params`` possibly empty; they hold flat
+        vectors, so that the optimizer must be element-wise.  Without one the engine can only evaluate.
+    lr_scheduler:
+        A function of the optimizer that returns a learning-rate scheduler, stepped after every update.
+    param_groups:
+        ``param_groups(name, shape)`` returns the optimizer settings of a parameter, ``{"weight_decay": 0.0}`` for
+        example; parameters with equal settings share a group.
+    profile:
+        Measured costs of the layers; otherwise they are taken from the file ``config.profile``, or measured on the
+        first micro-batch where ``config.partition`` asks for them.
+
+    Raises ``ConfigError``, ``WorldSizeError``, ``PlanMismatch``, ``ModelError`` and the errors of ``schedules`` and
+    ``partition`` when these cannot be trained together, before anything is built.
+    """
+    settings = PipelineConfig.load(config)
+    set_threads(settings.threads)
+    return Engine(
+        module,
+        settings,
+        make_mesh(settings.data_parallel, device=settings.device, timeout=settings.timeout),
+        optimizer,
+        lr_scheduler,
+        param_groups,
+        profile,
+    )
+
+
+class Engine:
+    """Made by ``initialize``.  Every method that is called collective must be called on all ranks."""
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        config: PipelineConfig,
+        mesh: Mesh,
+        make_optimizer: MakeOptimizer | None,
+        make_scheduler: MakeScheduler | None,
+        param_groups: ParamGroups | None,
+        profile: Profile | None,
+    ) -> None:
+        self.module = module
+        self.config = config
+        self.mesh = mesh
+        self.steps = 0
+        """Updates applied so far."""
+        self.stats: StepStats | None = None
+        self._make = (make_optimizer, make_scheduler, param_groups)
+        self._random = RandomSource(config.seed, mesh.device, mesh.random_lock)
+        self._calls = 0
+        self._tables = {True: ShapeTable(), False: ShapeTable()}  # by whether gradients flow
+        self._stopping = self._asked_to_stop = False
+        self._last: tuple[Step, Executor] | None = None
+        self._runner: Runner | None = None
+        self.profile = profile or (Profile.load(config.profile) if config.profile else None)
+        agree_on(environment(config, module, mesh), mesh.world)
+        check_ready_modules(module, mesh.world)
+        self.schedule = plan_for(config, module, mesh, cuts=(0, len(module))).build_schedule()
+        """The schedule of a whole training step."""
+        if len(module) < self.schedule.num_layer_groups and not isinstance(config.partition, tuple):
+            raise FewerLayersThanStages(len(module), self.schedule.num_layer_groups)
+        if config.partition != "profile" or self.profile is not None:
+            self._plan(None)
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    def train_batch(self, source: Any) -> Tensor:
+        """One optimizer step on up to ``micro_batches`` items of an iterator.  Collective.
+
+        ``source`` is read only on ranks that hold the first or last stage of a route; others may pass None.  An
+        item is ``(inputs, targets)``.  Returns the step's loss, the mean over its samples: a detached scalar on the
+        rank's device, the same on every rank.
+
+        Raises ``EndOfData`` when no item is left, ``StepFailed`` on all ranks when a layer raised on one,
+        ``NonFiniteLoss`` for a loss or gradient that is not finite; the model is then as it was before the step.
+        """
+        _, closing = self._run(source, train=True, with_loss=True)
+        runner = self._planned()
+        if runner.update is None:
+            raise NotPlanned("this engine has no optimizer, so it cannot train; pass optimizer=... to initialize")
+        norm = closing.gradient_norm
+        if self.config.nonfinite_loss == "raise" and not math.isfinite(float(closing.loss)):
+            runner.zero_gradients()
+            raise NonFiniteLoss(
+                f"the loss of step {self.steps} is {float(closing.loss)}; nothing was updated. Lower the learning "
+                'rate, set gradient_clipping, or set nonfinite_loss = "ignore" to go on regardless'
+            )
+        factor = clipping_factor(norm, self.config.gradient_clipping)
+        if factor != 1.0:
+            runner.update.scale_gradients(factor)
+        runner.update.step()
+        runner.zero_gradients()
+        self.steps += 1
+        self.stats = StepStats(closing.span, 1 - sum(closing.busy) / (closing.span * self.mesh.size), norm)
+        return closing.loss
+
+    def eval_batch(self, source: Any) -> Tensor:
+        """The loss on up to ``micro_batches`` items, without gradients and in evaluation mode.  Collective."""
+        _, closing = self._run(source, train=False, with_loss=True)
+        return closing.loss
+
+    def forward(self, source: Any) -> tuple[Any, ...] | None:
+        """The outputs by micro-batch on the rank of the last stage, None elsewhere.  Collective.
+
+        Runs without gradients and in evaluation mode; items are ``(inputs, targets)``, targets are not used.
+        """
+        step, _ = self._run(source, train=False, with_loss=False)
+        return tuple(step.outputs[i] for i in sorted(step.outputs)) or None
+
+    def losses(self) -> dict[str, float]:
+        """The losses that layers added in the last step, as weighted means over it.  Collective."""
+        step, _ = self._last_step()
+        mine = {
+            name: sum(float(loss) * step.shares[i] for i, loss in sorted(by_micro_batch.items()))
+            for name, by_micro_batch in step.added.items()
+        }
+        total: dict[str, float] = {}
+        for losses in self.mesh.world.all_gather_object(mine):
+            for name, value in losses.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the model on rank 0, as copies in host memory; empty elsewhere.
+
+        Collective.  Names are ``layers.3.attn.weight`` whatever the layout; a tied parameter has one entry, under
+        its first layer.
+        """
+        runner = self._planned()
+        return gather_to_first(named_state(runner.built, runner.all_ties).owned, self.mesh)
+
+    def load_full_state_dict(self, values: Mapping[str, Tensor]) -> None:
+        """Set all parameters and buffers from what ``full_state_dict`` gave, passed on every rank."""
+        runner = self._planned()
+        load_named(named_state(runner.built, runner.all_ties), values)
+
+    def save_checkpoint(self, directory: str | Path) -> Path:
+        """Write a checkpoint into a directory of checkpoints, on any layout to be loaded on any other.  Collective.
+
+        Returns its own path.  It appears under that path, and as the directory's latest, when it is whole.
+        """
+        runner = self._planned()
+        ties, updater = runner.all_ties, runner.update
+        tensors = {f"model.{name}": t for name, t in named_state(runner.built, ties).owned.items()}
+        header: dict[str, Any] = {"steps": self.steps, "seed": self.config.seed, "layers": len(self.module)}
+        if updater is not None:
+            tensors |= checkpoint.optimizer_entries(updater.optimizer, updater.flat, ties)
+            header["groups"] = updater.settings()
+            header["scheduler"] = updater.scheduler.state_dict() if updater.scheduler is not None else None
+        return checkpoint.save(Path(directory), self.steps, tensors, header, self.profile, self.mesh)
+
+    def load_checkpoint(self, path: str | Path) -> Path:
+        """Go on from a checkpoint, or from the latest of a directory: the same bits as without the stop.  Collective.
+
+        Before the first step, the profile in the checkpoint takes the place of a new measurement.  Returns the
+        path of what was loaded.  Raises ``CheckpointError`` where there is none, or one of another model.
+        """
+        found = checkpoint.latest(Path(path))
+        header, profile = checkpoint.read_header(found)
+        if header["layers"] != len(self.module):
+            raise CheckpointError(
+                f"{found} is of a model of {header['layers']} layers, this one has {len(self.module)}"
+            )
+        if self._runner is None and self.profile is None and profile is not None:
+            self.profile = profile
+            self._plan(None)
+        runner = self._planned()
+        state = named_state(runner.built, runner.all_ties)
+        checkpoint.load_tensors(found, {f"model.{n}": t for n, t in (*state.owned.items(), *state.copies.items())})
+        if runner.update is not None and "groups" in header:
+            checkpoint.restore_optimizer(runner.update.optimizer, runner.update.flat, runner.all_ties, found)
+            runner.update.restore(header["groups"], header["scheduler"])
+        self.steps = header["steps"]
+        return found
+
+    # -- stopping --------------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """Ask that training ends after the current step; may be called from a signal handler, on any one rank."""
+        self._asked_to_stop = True
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether some rank had asked to stop when the last step ended: the same on every rank."""
+        return self._stopping
+
+    def share(self, value: Any) -> Any:
+        """The value that the rank of the last stage gives, on every rank of the pipeline.  Collective."""
+        last = self.schedule.rank_of_stage[self.schedule.last_stage(0)]
+        return self.mesh.pipeline.broadcast_object(value, last)
+
+    # -- what is planned -------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        return self._planned().plan
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """This rank's optimizer; its groups are the same on every rank, its parameters flat vectors."""
+        return self._updater().optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """What ``lr_scheduler`` made of the optimizer, None without one."""
+        return self._updater().scheduler
+
+    def timeline(self) -> Timeline:
+        """What was measured in the last step, over what was predicted.  Collective over a pipeline's ranks."""
+        _, executor = self._last_step()
+        hop = self.profile.hop if self.profile is not None else 0.0
+        return measured_timeline(executor.schedule, executor.stamps, self.mesh.pipeline, hop=hop)
+
+    def predicted_timeline(self) -> Timeline:
+        """What the profile taken before the first step says of a training step.
+
+        Raises ``NotPlanned`` where there is no profile.
+        """
+        return self._predicted(self.schedule)
+
+    def _predicted(self, schedule: Schedule) -> Timeline:
+        plan = self._planned().plan
+        if self.profile is None:
+            raise NotPlanned('there is no profile to predict from; set partition = "profile", or pass a profile')
+        return simulate(schedule, stage_costs(self.profile, plan.partition, schedule))
+
+    def _planned(self) -> Runner:
+        if self._runner is None:
+            raise NotPlanned(
+                "the layers are cut when the first micro-batch has been seen; call train_batch, eval_batch or forward "
+                "first, give a saved profile, or set partition to a method that needs no costs"
+            )
+        return self._runner
+
+    def _updater(self) -> Updater:
+        updater = self._planned().update
+        if updater is None:
+            raise NotPlanned("this engine has no optimizer; pass optimizer=... to initialize")
+        return updater
+
+    def _last_step(self) -> tuple[Step, Executor]:
+        if self._last is None:
+            raise NotPlanned("no step has run yet; call train_batch, eval_batch or forward first")
+        return self._last
+
+    def _plan(self, item: Item | None) -> None:
+        """Make the Plan and all that depends on it; ``item`` is this rank's first micro-batch.  Collective."""
+        plan, self.profile = choose_plan(
+            self.config, self.module, self.mesh, self.schedule, self._random, item=item, profile=self.profile
+        )
+        self._runner = Runner(plan, self.module, self.config, self.mesh, self._random, *self._make)
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def _run(self, source: Any, *, train: bool, with_loss: bool) -> tuple[Step, Closing]:
+        """Run one step of any kind up to its closing agreement."""
+        mesh, limit = self.mesh, self.config.micro_batches
+        self._calls += 1
+        mesh.board.begin(self._calls)
+        intake = take_in(
+            source, mesh=mesh, schedule=self.schedule, module=self.module, table=self._tables[train], limit=limit
+        )
+        opening = intake.opening
+        if self._runner is None:
+            self._plan(intake.items[0] if intake.items else None)
+        runner = self._planned()
+        runner.set_mode(train)
+        executor = runner.executor(train=train, micro_batches=opening.micro_batches)
+        step = Step(
+            number=self._calls,
+            train=train,
+            with_loss=with_loss,
+            items=intake.items,
+            places=[Place(self.steps, mesh.data_rank * limit + i) for i in range(opening.micro_batches)],
+            shares=opening.shares,
+            forms=Forms(self._tables[train], opening.signatures, runner.changing),
+        )
+        try:
+            with nullcontext() if mesh.random_lock else preserved(mesh.device):
+                executor.run(step)
+            if train:
+                runner.ties.add()
+        except LinkError as error:
+            failures.explain_hang(error, mesh, executor.program)
+            raise
+        mesh.board.at(At.CLOSING)
+        closing = close(
+            mesh,
+            limit,
+            failed=step.failure is not None,
+            stop=self._asked_to_stop,
+            losses=step.losses,
+            shares=step.shares,
+            squared_norms=runner.squared_norms() if train else [],
+            busy=executor.stamps.busy,
+            span=executor.stamps.end - executor.stamps.begin,
+        )
+        if closing.failed:
+            runner.zero_gradients()
+            failures.raise_first(mesh, step.failure)
+        self._tables[train].learn(step.forms, intake.signatures)
+        self._stopping = closing.stop
+        self._last = step, executor
+        mesh.board.at(At.OUTSIDE)
+        return step, closing

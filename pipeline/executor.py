@@ -1,0 +1,320 @@
+"""The one interpreter: a rank's Program compiled to bound callables, run in order and stamped with the time."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import LinkError
+from pipeline.exchange import Crossing, Inbox, send_gradients, send_value, value_from
+from pipeline.links.protocol import LANE_B, LANE_F, Link
+from pipeline.recorder import Stamps
+from pipeline.shapes import TensorForm, Value, flatten, unflatten
+from pipeline.stage import Stage, StagePass
+from pipeline.step import Failure, Step
+from pipeline.watch import Board
+from schedules import Action, Instruction, Kind, Op, Pair, Program
+
+__all__ = ["Executor"]
+
+
+class _Operation(NamedTuple):
+    """One instruction, compiled: wait for what it needs, then run it; ``slot`` is its place in the row, or -1."""
+
+    run: Callable[[], None]
+    waits: tuple[Callable[[], None], ...] = ()
+    slot: int = -1
+    action: Action | None = None
+
+
+class Executor:
+    """Runs one rank's row of a Program.
+
+    ``peers`` maps pipeline ranks, as the Program counts them, to ranks of the link.  ``reduce`` is called for
+    each stage when its last gradient is complete.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[int, Stage],
+        link: Link,
+        peers: Sequence[int],
+        board: Board,
+        device: torch.device,
+        *,
+        depth: int,
+        reduce: Callable[[Stage], None],
+    ) -> None:
+        self.program = program
+        self.schedule = program.schedule
+        self.rank = rank
+        self._stages = stages
+        self._link = link
+        self._peers = peers
+        self._board = board
+        self._device = device
+        self._reduce = reduce
+        self._step: Step
+        self._inboxes: dict[tuple[int, int], Inbox] = {}
+        for peer in range(self.schedule.ranks):
+            for lane, name in _LANES:
+                crossings = [_crossing(m, lane) for m in program.lane(peer, rank, name)]
+                if crossings:
+                    inbox = Inbox(link, peers[peer], lane, crossings, depth, device)
+                    self._inboxes[peer, lane] = inbox
+        self._arrived = dict.fromkeys(self._inboxes, 0)
+        self.code = tuple(self._compile())
+        self.stamps = Stamps(len(self.schedule.rows[rank]))
+
+    # -- compiling -------------------------------------------------------------------------------------------
+
+    def _compile(self) -> list[_Operation]:
+        slot = 0
+        code = []
+        for instruction in self.program.rows[self.rank]:
+            if isinstance(instruction.action, Pair) and instruction.op is Op.PAIR:
+                code += self._pair(instruction.action, slot)
+                slot += 1
+            elif instruction.op in _COMPUTE and isinstance(instruction.action, Action):
+                code.append(self._compute(instruction.action, slot))
+                slot += 1
+            else:
+                code.append(_Operation(self._transfer(instruction)))
+        return code
+
+    def _compute(self, action: Action, slot: int) -> _Operation:
+        stage, kind, micro_batch = action
+        run = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._input_gradients,
+            Kind.W: self._weight_gradients,
+        }[kind]
+        return _Operation(partial(run, self._stages[stage], micro_batch), self._waits(action), slot, action)
+
+    def _pair(self, pair: Pair, slot: int) -> list[_Operation]:
+        """Two actions as one instruction: wait for both, run both, one stamp from the first to the second."""
+        first, second = self._compute(pair.first, slot), self._compute(pair.second, slot)
+        both = (*first.waits, *second.waits)
+
+        def run() -> None:
+            first.run()
+            second.run()
+
+        return [_Operation(run, both, slot, pair.first)]
+
+    def _waits(self, action: Action) -> tuple[Callable[[], None], ...]:
+        stage, kind, micro_batch = action
+        if kind is Kind.F:
+            source = self.schedule.previous_stage(stage, micro_batch)
+        elif kind is Kind.W:
+            source = None
+        else:
+            source = self.schedule.next_stage(stage, micro_batch)
+        if source is None or self.schedule.rank_of_stage[source] == self.rank:
+            return ()
+        peer = self.schedule.rank_of_stage[source]
+        if kind is Kind.F:
+            return (partial(self._await_value, self._inboxes[peer, LANE_F], peer, stage, micro_batch),)
+        return (partial(self._await_gradients, self._inboxes[peer, LANE_B], peer, stage, source, micro_batch),)
+
+    def _transfer(self, instruction: Instruction) -> Callable[[], None]:
+        op, action, peer, stage = instruction
+        if op is Op.REDUCE_GRAD:
+            return partial(self._reduce, self._stages[stage])
+        if op is Op.STEP:
+            return self._finish_sends
+        if not isinstance(action, Action):
+            raise LinkError(f"the program holds {instruction}, which this executor does not know")
+        if op in (Op.RECV_F, Op.RECV_B):
+            lane = LANE_F if op is Op.RECV_F else LANE_B
+            index = self._arrived[peer, lane]
+            self._arrived[peer, lane] += 1
+            return partial(self._inboxes[peer, lane].post, index)
+        key = (action.stage, action.micro_batch)
+        if op is Op.SEND_F:
+            following = self.schedule.next_stage(*key)
+            return partial(self._send_value, self._peers[peer], key, Crossing(_present(following), key[1]))
+        if op is Op.SEND_B:
+            return partial(self._send_gradients, self._peers[peer], key, Crossing(*key))
+        if op is Op.WAIT_SEND:
+            return partial(self._wait_send, (action.kind is Kind.F, *key))
+        raise LinkError(f"the program holds {instruction}, which this executor does not know")
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def run(self, step: Step) -> None:
+        """Run the whole row.
+
+        A layer that raises poisons the step on this rank: nothing more is computed, every agreed message is still
+        posted and sent, and ``step.failure`` tells.  Raises ``LinkError`` when a peer is gone or a wait times out.
+        """
+        self._step = step
+        board, starts, ends, clock = self._board, self.stamps.starts, self.stamps.ends, time.perf_counter
+        self.stamps.begin = clock()
+        try:
+            for inbox in self._inboxes.values():
+                inbox.open(step.forms)
+            for index, (run, waits, slot, action) in enumerate(self.code):
+                board.at(index)
+                for wait in waits:
+                    wait()
+                if slot >= 0:
+                    starts[slot] = clock()
+                if action is None or step.failure is None:
+                    try:
+                        run()
+                    except LinkError:
+                        raise
+                    except Exception as error:
+                        self._fail(error, str(action or self.program.rows[self.rank][index]))
+                        if action is None:
+                            run()  # a SEND whose value did not fit: send what is owed to the peer
+                if slot >= 0:
+                    ends[slot] = clock()
+        finally:
+            self.stamps.end = clock()
+            del self._step
+
+    def _fail(self, error: Exception | None, action: str, layer: str = "") -> None:
+        step = self._step
+        if step.failure is not None:
+            return
+        current = [p.current for p in step.passes.values() if p.current is not None]
+        if not layer and current:
+            layer = current[-1].name
+        step.failure = Failure(action, layer, error, time.time())
+        step.passes.clear()
+        step.values.clear()
+        step.gradients.clear()
+        self._board.fail(step.number)
+        if error is not None:
+            traceback.print_exception(error)
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def _await_value(self, inbox: Inbox, peer: int, stage: int, micro_batch: int) -> None:
+        form, tensors = inbox.take(Crossing(stage, micro_batch))
+        if self._poisoned(form is None, peer, stage, micro_batch) or form is None:
+            return
+        self._step.values[stage, micro_batch] = value_from(form, tensors)
+
+    def _await_gradients(self, inbox: Inbox, peer: int, stage: int, source: int, micro_batch: int) -> None:
+        form, tensors = inbox.take(Crossing(source, micro_batch))
+        if self._poisoned(form is None, peer, stage, micro_batch) or form is None:
+            return
+        remaining = iter(tensors)
+        by_leaf = [next(remaining) if isinstance(x, TensorForm) and x.needs_gradient else None for x in form.leaves]
+        needs = self._step.passes[stage, micro_batch].needs_gradient
+        self._step.gradients[stage, micro_batch] = [g for g, n in zip(by_leaf, needs, strict=True) if n]
+
+    def _poisoned(self, told: bool, peer: int, stage: int, micro_batch: int) -> bool:
+        if told or self._board.failed(self._peers[peer], self._step.number):
+            self._fail(None, f"{stage}F{micro_batch}")
+        return self._step.failure is not None
+
+    # -- computing -------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: Stage, micro_batch: int) -> None:
+        step, number = self._step, stage.number
+        key = (number, micro_batch)
+        previous = self.schedule.previous_stage(number, micro_batch)
+        following = self.schedule.next_stage(number, micro_batch)
+        value = _entering(step, micro_batch) if previous is None else step.values.pop(key)
+        passage = step.passes[key] = StagePass()
+        targets = step.items[micro_batch].targets if following is None and step.with_loss else None
+        if step.train:
+            output, result = stage.forward(value, step.places[micro_batch], passage, targets)
+        else:
+            output, result = stage.infer(value, step.places[micro_batch], passage, targets, step.with_loss)
+            del step.passes[key]
+        passage.needs_gradient = output.needs_gradient
+        for name, loss in passage.losses:
+            by_micro_batch = step.added.setdefault(name, {})
+            before = by_micro_batch.get(micro_batch)
+            by_micro_batch[micro_batch] = loss if before is None else before + loss
+        if following is None:
+            self._finish_route(output, result, micro_batch)
+        elif self.schedule.rank_of_stage[following] == self.rank:
+            step.values[following, micro_batch] = output
+        else:
+            step.leaving_values[key] = output
+
+    def _finish_route(self, output: Value, result: Value, micro_batch: int) -> None:
+        if self._step.with_loss:
+            self._step.losses[micro_batch] = result.leaves[0].detach().reshape(())
+        else:
+            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
+            self._step.outputs[micro_batch] = unflatten(leaves, output.structure)
+
+    def _backward(self, stage: Stage, micro_batch: int) -> None:
+        self._gradients(stage, micro_batch, defer=False)
+        del self._step.passes[stage.number, micro_batch]
+
+    def _input_gradients(self, stage: Stage, micro_batch: int) -> None:
+        self._gradients(stage, micro_batch, defer=True)
+
+    def _weight_gradients(self, stage: Stage, micro_batch: int) -> None:
+        stage.weight_gradients(self._step.passes.pop((stage.number, micro_batch)))
+
+    def _gradients(self, stage: Stage, micro_batch: int, *, defer: bool) -> None:
+        step = self._step
+        key = (stage.number, micro_batch)
+        gradients = step.gradients.pop(key, ())
+        result = stage.backward(step.passes[key], gradients, step.shares[micro_batch], defer=defer)
+        previous = self.schedule.previous_stage(*key)
+        if previous is None:
+            return
+        if self.schedule.rank_of_stage[previous] == self.rank:
+            step.gradients[previous, micro_batch] = result
+        else:
+            step.leaving_gradients[key] = result
+
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    def _send_value(self, peer: int, key: tuple[int, int], at: Crossing) -> None:
+        step = self._step
+        value = step.leaving_values.pop(key, None) if step.failure is None else None
+        step.sending[(True, *key)] = send_value(self._link, peer, at, value, step.forms, self._device)
+
+    def _send_gradients(self, peer: int, key: tuple[int, int], at: Crossing) -> None:
+        step = self._step
+        gradients = step.leaving_gradients.pop(key, None) if step.failure is None else None
+        step.sending[(False, *key)] = send_gradients(self._link, peer, at, gradients, step.forms, self._device)
+
+    def _wait_send(self, key: tuple[bool, int, int]) -> None:
+        for pending in self._step.sending.pop(key, ()):
+            pending.wait()
+
+    def _finish_sends(self) -> None:
+        for key in tuple(self._step.sending):
+            self._wait_send(key)
+
+
+_LANES: tuple[tuple[int, Literal["F", "B"]], ...] = ((LANE_F, "F"), (LANE_B, "B"))
+_COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+
+
+def _crossing(message: tuple[Action, Action], lane: int) -> Crossing:
+    """A message's name: the consuming stage of the value, also for the gradient that comes back for it."""
+    producing, consuming = message
+    return Crossing((consuming if lane == LANE_F else producing).stage, consuming.micro_batch)
+
+
+def _entering(step: Step, micro_batch: int) -> Value:
+    leaves, structure = flatten(step.items[micro_batch].inputs)
+    return Value(leaves, structure, (False,) * len(leaves))
+
+
+def _present(stage: int | None) -> int:
+    if stage is None:
+        raise LinkError("the program sends the output of a route's last stage")
+    return stage

@@ -1,0 +1,72 @@
+"""The start of a step: items read where they are needed, and the agreement that opens it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.agreement import Opening, open_step
+from pipeline.batch import Item, read_items
+from pipeline.exchange import ShapeTable
+from pipeline.mesh import Mesh
+from pipeline.module import PipelineModule, rows
+from pipeline.shapes import Form, Value, flatten, form_of
+from schedules import Schedule
+
+__all__ = ["Intake", "take_in"]
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What a rank has read, empty where it reads nothing; the forms of the inputs that enter the model here."""
+
+    items: list[Item]
+    signatures: dict[int, Form]
+    opening: Opening
+
+
+def take_in(
+    source: Any, *, mesh: Mesh, schedule: Schedule, module: PipelineModule, table: ShapeTable, limit: int
+) -> Intake:
+    """Read up to ``limit`` items, on ranks that hold the first or last stage of a route, and agree on the step.
+
+    Collective.  Raises the iterator's own error on the rank where it is raised, after the others have been told.
+    """
+    routes = [schedule.routes[route] for route in schedule.route_of_micro_batch]
+    enters = [i for i, route in enumerate(routes) if schedule.rank_of_stage[route[0]] == mesh.pipe_rank]
+    leaves = [i for i, route in enumerate(routes) if schedule.rank_of_stage[route[-1]] == mesh.pipe_rank]
+    items: list[Item] = []
+    weights: dict[int, float] = {}
+    signatures: dict[int, Form] = {}
+    error: Exception | None = None
+    if enters or leaves:
+        try:
+            items = read_items(source, limit)
+            weights = {i: _weight(module, items[i]) for i in leaves if i < len(items)}
+            signatures = {i: _signature(items[i]) for i in enters if i < len(items)}
+        except Exception as raised:
+            error = raised
+    try:
+        opening = open_step(
+            mesh,
+            limit,
+            count=len(items) if enters or leaves else None,
+            weights=weights,
+            signatures=dict(zip(signatures, table.number(list(signatures.values())), strict=True)),
+            failed=error is not None,
+        )
+    finally:
+        if error is not None:
+            raise error
+    return Intake(items, signatures, opening)
+
+
+def _weight(module: PipelineModule, item: Item) -> float:
+    if item.targets is None and module.loss_weight is rows:
+        return rows(item.inputs)
+    return float(module.loss_weight(item.targets))
+
+
+def _signature(item: Item) -> Form:
+    leaves, structure = flatten(item.inputs)
+    return form_of(Value(leaves, structure, (False,) * len(leaves)))

@@ -1,0 +1,229 @@
+"""One layer at run time: the unit of autograd, of random state, of recomputation and of flat buffers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import LayerError
+from pipeline.gradients.flat import FlatLayer
+from pipeline.gradients.queue import WeightGradQueue
+from pipeline.gradients.split import Binding
+from pipeline.losses import collected_losses
+from pipeline.random_state import key, seed_generator
+from pipeline.shapes import Form, Value, flatten, form_of, unflatten
+
+__all__ = ["Layer", "LayerCall", "Place", "RandomSource"]
+
+Gradients = Sequence[Tensor | None]
+
+
+class Place(NamedTuple):
+    """Where in training a forward happens: with the seed and the layer it fixes the random numbers drawn."""
+
+    step: int
+    micro_batch: int
+
+
+class RandomSource(NamedTuple):
+    """The seed of a run, and the lock that ranks hold while they draw when they share one generator."""
+
+    seed: int
+    device: torch.device
+    lock: threading.Lock | None
+
+
+class LayerCall:
+    """The passage of one micro-batch through one layer: everything its backward needs."""
+
+    __slots__ = ("gradients", "kept", "losses", "outputs", "place", "queue")
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.queue = WeightGradQueue()
+        self.outputs: list[Tensor] = []  # those that need a gradient, in order
+        self.losses: list[tuple[str, Tensor]] = []
+        self.gradients: tuple[Tensor | None, ...] = ()  # of the inputs that need one, left here by the gate
+        self.kept: Value | None = None  # the input, when the layer is to be recomputed
+
+
+class _Gate(torch.autograd.Function):
+    """Starts a layer's own graph: hands its inputs on unchanged and catches their gradients.
+
+    The tensors that come out are neither leaves nor views, so that user code may change them in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: LayerCall, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*inputs)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.call.gradients = gradients
+        return (None, None, *(None for _ in gradients))
+
+
+def _gate(value: Value, call: LayerCall) -> list[Any]:
+    """The leaves of ``value`` as inputs of a graph of its own; those without gradient are handed on as they are."""
+    leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
+    inputs = [leaf for leaf, needs in zip(leaves, value.needs_gradient, strict=True) if needs]
+    call.gradients = (None,) * len(inputs)
+    if inputs:
+        versions = tuple(leaf._version for leaf in inputs)
+        anchor = torch.zeros((), requires_grad=True)
+        _Gate.apply(call, anchor, *inputs)  # type: ignore[no-untyped-call]
+        # Passing the gate changes nothing, so the layer before must not see its saved output as modified.
+        torch._C._autograd._unsafe_set_version_counter(tuple(inputs), versions)
+    return leaves
+
+
+class Layer:
+    """A layer on the rank that owns it.
+
+    ``module`` is None for a plain callable.  ``recompute`` keeps only the input from the forward to the backward.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        function: Callable[[Any], Any],
+        random: RandomSource,
+        *,
+        module: nn.Module | None = None,
+        flat: FlatLayer | None = None,
+        binding: Binding | None = None,
+        recompute: bool = False,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.function = function
+        self.module = module
+        self.flat = flat
+        self.binding = binding
+        self.recompute = recompute
+        self._random = random
+        self._draws: dict[bool, bool] = {}  # by training mode; only where ranks share a generator
+        self._output_needs: dict[Form, tuple[bool, ...]] = {}  # learned from the first forward, for recomputation
+        self._changes_input: bool | None = None
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    def forward(self, value: Value, place: Place) -> tuple[Value, LayerCall]:
+        """One forward of a training step."""
+        call = LayerCall(place)
+        if self.recompute:
+            return self._forward_to_recompute(value, call), call
+        return self._forward_with_graph(value, call), call
+
+    def infer(self, value: Value, place: Place) -> tuple[Value, list[tuple[str, Tensor]]]:
+        """One forward without gradients; also returns the losses that the layer added."""
+        losses: list[tuple[str, Tensor]] = []
+        with torch.no_grad():
+            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
+            out, structure = flatten(self._run(leaves, value, place, losses))
+        return Value(out, structure, (False,) * len(out)), losses
+
+    def _forward_with_graph(self, value: Value, call: LayerCall) -> Value:
+        if self.binding is not None:
+            self.binding.queue = call.queue
+        out, structure = flatten(self._run(_gate(value, call), value, call.place, call.losses))
+        needs = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out)
+        call.outputs = [leaf for leaf, need in zip(out, needs, strict=True) if need]
+        return Value(out, structure, needs)
+
+    def _forward_to_recompute(self, value: Value, call: LayerCall) -> Value:
+        """Keep the input and drop the graph.
+
+        The first forward of each form runs with a graph, which is thrown away: it tells which outputs will need a
+        gradient, and whether the layer changes its input in place, so that the input must be kept as a copy.
+        """
+        form = form_of(value)
+        needs = self._output_needs.get(form)
+        copied = self._changes_input is not False
+        call.kept = _copied(value) if copied else value
+        if needs is None:
+            probe = LayerCall(call.place)
+            before = _versions(value)
+            out, structure, needs = self._forward_with_graph(value, probe)
+            call.losses = probe.losses
+            self._output_needs[form] = needs
+            self._changes_input = bool(self._changes_input) or _versions(value) != before
+        else:
+            before = _versions(value)
+            inferred, call.losses = self.infer(value, call.place)
+            out, structure = list(inferred.leaves), inferred.structure
+            if not copied and _versions(value) != before:
+                raise LayerError(
+                    f"layer {self.name} changed its input in place, but did not when it ran first; recomputation "
+                    "needs the input as it was: set recompute so that it leaves this layer out"
+                )
+        return Value([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in out], structure, needs)
+
+    def _run(self, leaves: list[Any], value: Value, place: Place, losses: list[tuple[str, Tensor]]) -> Any:
+        argument = unflatten(leaves, value.structure)
+        with collected_losses(losses):
+            return self._run_seeded(argument, place)
+
+    def _run_seeded(self, argument: Any, place: Place) -> Any:
+        """Run user code with the random state of this place.
+
+        Where ranks are threads of one process they share a generator: a layer that draws runs under the lock.
+        """
+        random = self._random
+        if random.lock is None:
+            seed_generator(random.device, key(random.seed, place.step, place.micro_batch, self.index))
+            return self.function(argument)
+        mode = self.module is not None and self.module.training
+        if self._draws.get(mode) is False:
+            return self.function(argument)
+        with random.lock:
+            seed_generator(random.device, key(random.seed, place.step, place.micro_batch, self.index))
+            before = torch.get_rng_state()
+            result = self.function(argument)
+            self._draws[mode] = self._draws.get(mode, False) or not torch.equal(before, torch.get_rng_state())
+        return result
+
+    # -- backward --------------------------------------------------------------------------------------------
+
+    def backward(self, call: LayerCall, gradients: Gradients, loss_scale: float, *, defer: bool) -> Gradients:
+        """The gradients of the inputs that need one, given those of the outputs that do.
+
+        Gradients of weights are added into the flat buffer; with ``defer`` their products wait in the call's
+        queue until it is drained.  ``loss_scale`` is the micro-batch's share of the step, the gradient of
+        each loss that the layer added.
+        """
+        if call.kept is not None:
+            self._recompute(call, call.kept)
+        pairs = [(out, g) for out, g in zip(call.outputs, gradients, strict=True) if g is not None]
+        pairs += [(loss, loss.new_full((), loss_scale)) for _, loss in call.losses if loss.requires_grad]
+        call.outputs, call.losses = [], []
+        if pairs:
+            with call.queue.opened(inline=not defer):
+                torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
+        caught, call.gradients = call.gradients, ()
+        return caught
+
+    def _recompute(self, call: LayerCall, value: Value) -> None:
+        buffers = [] if self.module is None else [(b, b.clone()) for b in self.module.buffers()]
+        call.kept, call.losses = None, []
+        self._forward_with_graph(value, call)
+        with torch.no_grad():  # running statistics saw this micro-batch in the forward already
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _copied(value: Value) -> Value:
+    leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
+    return Value(leaves, value.structure, value.needs_gradient)
+
+
+def _versions(value: Value) -> list[int]:
+    return [leaf._version for leaf in value.leaves if isinstance(leaf, Tensor)]

@@ -1,0 +1,115 @@
+"""The Plan: everything that is chosen before a step runs, compared between ranks by its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from partition import Partition
+from pipeline.config import PipelineConfig
+from pipeline.errors import ConfigError, PlanMismatch
+from pipeline.links.protocol import Group
+from pipeline.mesh import Mesh
+from pipeline.module import PipelineModule
+from schedules import Schedule, build
+
+__all__ = ["Plan", "agree_on", "environment", "plan_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Mesh degrees, cuts, schedule and micro-batches, and the layers that recompute.
+
+    ``cuts`` has one number more than there are layer groups: group g holds layers ``cuts[g]`` to ``cuts[g + 1]``.
+    """
+
+    data: int
+    pipe: int
+    schedule: str
+    schedule_options: tuple[tuple[str, Any], ...]
+    stages_per_rank: int | None
+    micro_batches: int
+    cuts: tuple[int, ...]
+    recompute: tuple[int, ...]
+
+    def build_schedule(self, micro_batches: int | None = None) -> Schedule:
+        """The schedule for a step of this many micro-batches, the Plan's number unless given."""
+        return build(
+            self.schedule,
+            ranks=self.pipe,
+            micro_batches=micro_batches or self.micro_batches,
+            stages_per_rank=self.stages_per_rank,
+            **dict(self.schedule_options),
+        )
+
+    @property
+    def partition(self) -> Partition:
+        return Partition(self.cuts)
+
+    def digest(self) -> str:
+        """16 hexadecimal digits, equal for equal plans."""
+        return _digest(asdict(self))
+
+
+def plan_for(config: PipelineConfig, module: PipelineModule, mesh: Mesh, cuts: tuple[int, ...]) -> Plan:
+    """The Plan that the settings ask for, with these cuts."""
+    return Plan(
+        data=mesh.data,
+        pipe=mesh.pipe,
+        schedule=config.schedule,
+        schedule_options=tuple(sorted(config.schedule_options.items())),
+        stages_per_rank=config.stages_per_rank,
+        micro_batches=config.micro_batches,
+        cuts=cuts,
+        recompute=_recomputed(config, len(module)),
+    )
+
+
+def _recomputed(config: PipelineConfig, layers: int) -> tuple[int, ...]:
+    chosen = config.recompute
+    if chosen == "none":
+        return ()
+    if isinstance(chosen, str):
+        step = int(chosen.partition(":")[2] or 1)
+        return tuple(range(0, layers, step))
+    beyond = [index for index in chosen if not 0 <= index < layers]
+    if beyond:
+        raise ConfigError(f"recompute names layer {beyond[0]}, but the model has layers 0 to {layers - 1}")
+    return tuple(chosen)
+
+
+def environment(config: PipelineConfig, module: PipelineModule, mesh: Mesh) -> dict[str, str]:
+    """What must be equal on all ranks besides the Plan, and what decides the bits of a result, by name."""
+    return {
+        "model": module.digest(),
+        "world size": str(mesh.size),
+        **{f"setting {name}": repr(value) for name, value in config.model_dump(mode="json").items()},
+        "torch": torch.__version__,
+        "default dtype": str(torch.get_default_dtype()),
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def agree_on(facts: Mapping[str, str], group: Group) -> None:
+    """Compare ``facts`` between ranks before anything is built.  Collective.
+
+    Raises ``PlanMismatch`` on every rank, naming what differs and where.
+    """
+    gathered = group.all_gather_object(dict(facts))
+    first = gathered[0]
+    for rank, other in enumerate(gathered):
+        names = [n for n in {**first, **other} if first.get(n) != other.get(n)]
+        if names:
+            shown = "; ".join(f"{n}: {first.get(n)} on rank 0, {other.get(n)} on rank {rank}" for n in names[:3])
+            raise PlanMismatch(
+                f"ranks do not run the same thing: {shown}; start every rank with the same code and settings"
+            )
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

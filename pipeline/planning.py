@@ -1,0 +1,53 @@
+"""Choosing the Plan: costs measured or counted where the settings ask for it, then the cuts."""
+
+from __future__ import annotations
+
+from partition import Profile, make_partition
+from pipeline.batch import Item
+from pipeline.config import PipelineConfig
+from pipeline.layer import RandomSource
+from pipeline.mesh import Mesh
+from pipeline.module import PipelineModule
+from pipeline.plan import Plan, agree_on, plan_for
+from pipeline.profiler import count_parameters, profile_layers
+from pipeline.watch import At
+from schedules import Schedule
+
+__all__ = ["choose_plan"]
+
+
+def choose_plan(
+    config: PipelineConfig,
+    module: PipelineModule,
+    mesh: Mesh,
+    schedule: Schedule,
+    random: RandomSource,
+    *,
+    item: Item | None,
+    profile: Profile | None,
+) -> tuple[Plan, Profile | None]:
+    """The Plan, the same on every rank, and the profile it was made from.  Collective.
+
+    ``item`` is a micro-batch on the rank of the first stage, which the layers are timed on where the cuts follow
+    measured costs and no ``profile`` is given.
+    """
+    counts = None
+    if config.partition == "profile" and profile is None:
+        mesh.board.at(At.PROFILE)
+        first = mesh.world_rank(0, schedule.rank_of_stage[schedule.first_stage(0)])
+        profile = profile_layers(
+            module,
+            mesh.world.broadcast_object(item, first),
+            random,
+            mesh,
+            runs=config.profile_runs,
+            recompute=plan_for(config, module, mesh, cuts=()).recompute,
+            threads=config.threads,
+        )
+    elif config.partition == "parameters":
+        counts = count_parameters(module, random)
+    types = [module.type_of(index) for index in range(len(module))]
+    partition = make_partition(config.partition, schedule, profile=profile, types=types, parameters=counts)
+    plan = plan_for(config, module, mesh, partition.cuts)
+    agree_on({"plan": plan.digest()}, mesh.world)
+    return plan, profile

@@ -1,0 +1,191 @@
+"""What each layer costs, measured on a real micro-batch: one layer at a time is built, timed and freed."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from partition import LayerCost, Profile
+from pipeline.batch import Item
+from pipeline.build import build_module, layer_function
+from pipeline.device import synchronise
+from pipeline.gradients.flat import FlatLayer
+from pipeline.gradients.split import split
+from pipeline.layer import Layer, Place, RandomSource
+from pipeline.links.protocol import LANE_CONTROL
+from pipeline.mesh import Mesh
+from pipeline.module import PipelineModule
+from pipeline.random_state import preserved
+from pipeline.shapes import Value, flatten
+from pipeline.stage import with_targets
+
+__all__ = ["count_parameters", "measure_hop", "profile_layers"]
+
+_WARM_UP_RUNS = 2
+_HOP_ROUNDS = 20
+
+
+def profile_layers(
+    module: PipelineModule,
+    item: Item,
+    random: RandomSource,
+    mesh: Mesh,
+    *,
+    runs: int,
+    recompute: Sequence[int],
+    threads: int,
+) -> Profile:
+    """Time the forward, I and W of every layer on one micro-batch.  Collective.
+
+    All ranks time the same layer at the same time, as they will share caches and memory bandwidth in training; a
+    cost is the mean over ranks of the median over ``runs`` warm runs.  The loss counts to the last layer.  Nothing
+    of the model that will be trained is touched: the layers are built for this and freed again.
+    """
+    leaves, structure = flatten(item.inputs)
+    value = Value(leaves, structure, (False,) * len(leaves))
+    measured: list[LayerCost] = []
+    with preserved(random.device):
+        for index in range(len(module)):
+            layer = _built(module, index, random, index in recompute)
+            value, cost = _measure(layer, value, module.type_of(index), mesh, runs)
+            measured.append(cost)
+        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random)
+        _, cost = _measure(loss, with_targets(value, item.targets), "loss", mesh, runs)
+    measured[-1] = measured[-1].model_copy(
+        update={name: getattr(measured[-1], name) + getattr(cost, name) for name in _ADDED_BY_LOSS}
+    )
+    layers = [_mean(costs) for costs in zip(*mesh.world.all_gather_object(measured), strict=True)]
+    hop = measure_hop(mesh, int(statistics.median(layer.output_bytes for layer in layers)))
+    return Profile(layers=tuple(layers), hop=hop, device=str(mesh.device.type), threads=threads)
+
+
+_ADDED_BY_LOSS = ("forward", "input_grad", "activation_bytes")
+_TIMES = ("forward", "input_grad", "weight_grad")
+
+
+def _mean(costs: Sequence[LayerCost]) -> LayerCost:
+    return costs[0].model_copy(update={t: statistics.fmean(getattr(c, t) for c in costs) for t in _TIMES})
+
+
+def _built(module: PipelineModule, index: int, random: RandomSource, recompute: bool) -> Layer:
+    entry = module.entries[index]
+    built = copy.deepcopy(entry) if isinstance(entry, nn.Module) else build_module(module, index, random)
+    if built is None:
+        return Layer(index, module.type_of(index), entry, random, recompute=recompute)  # type: ignore[arg-type]
+    flat = FlatLayer(built.to(random.device))
+    return Layer(
+        index,
+        module.type_of(index),
+        layer_function(module, index, built),
+        random,
+        module=built,
+        flat=flat,
+        binding=split(built, flat),
+        recompute=recompute,
+    )
+
+
+def _measure(layer: Layer, value: Value, kind: str, mesh: Mesh, runs: int) -> tuple[Value, LayerCost]:
+    mesh.world.barrier()
+    times = []
+    for _ in range(_WARM_UP_RUNS + runs):
+        started = _now(mesh)
+        output, call = layer.forward(value, Place(0, 0))
+        ones = [
+            torch.ones_like(leaf) for leaf, needs in zip(output.leaves, output.needs_gradient, strict=True) if needs
+        ]
+        forward = _now(mesh)
+        layer.backward(call, ones, 1.0, defer=True)
+        backward = _now(mesh)
+        waiting = call.queue.nbytes
+        call.queue.drain()
+        times.append((forward - started, backward - forward, _now(mesh) - backward))
+    forward, input_grad, weight_grad = (statistics.median(t) for t in zip(*times[_WARM_UP_RUNS:], strict=True))
+    parameters = [] if layer.module is None else list(layer.module.parameters())
+    buffers = [] if layer.module is None else list(layer.module.buffers())
+    cost = LayerCost(
+        name=f"layers.{layer.index}",
+        type=kind,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        activation_bytes=_kept_bytes(layer, value, parameters),
+        weight_grad_bytes=waiting,
+        output_bytes=_bytes(output.leaves),
+        parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=_bytes(parameters),
+        buffer_bytes=_bytes(buffers),
+    )
+    return Value([x.detach() if isinstance(x, Tensor) else x for x in output.leaves], *output[1:]), cost
+
+
+def _now(mesh: Mesh) -> float:
+    synchronise(mesh.device)
+    return time.perf_counter()
+
+
+def _bytes(leaves: Iterable[Any]) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _kept_bytes(layer: Layer, value: Value, parameters: Sequence[Tensor]) -> int:
+    """Bytes that one micro-batch keeps alive from F to I, parameters not counted; each storage once."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    if layer.recompute:
+        for leaf in value.leaves:
+            if isinstance(leaf, Tensor):
+                keep(leaf)
+    else:
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            layer.forward(value, Place(0, 0))
+    for parameter in parameters:
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+def count_parameters(module: PipelineModule, random: RandomSource) -> list[int]:
+    """The number of parameters of each layer; one layer at a time is built and freed."""
+    counts = []
+    for index in range(len(module)):
+        entry = module.entries[index]
+        built = entry if isinstance(entry, nn.Module) else build_module(module, index, random)
+        counts.append(0 if built is None else sum(p.numel() for p in built.parameters()))
+    return counts
+
+
+def measure_hop(mesh: Mesh, size: int) -> float:
+    """Seconds that a message of ``size`` bytes takes from one rank to the next: half of a round trip.  Collective.
+
+    Ranks 0 and 1 of each pipeline play; all ranks return the mean over pipelines, 0 where a pipeline is one rank.
+    """
+    mine = None
+    if mesh.pipe > 1 and mesh.pipe_rank < 2:
+        peer = mesh.world_rank(mesh.data_rank, 1 - mesh.pipe_rank)
+        mine = statistics.median(_round_trip(mesh, peer, size) for _ in range(_HOP_ROUNDS)) / 2
+    found = [hop for hop in mesh.world.all_gather_object(mine) if hop is not None]
+    return statistics.fmean(found) if found else 0.0
+
+
+def _round_trip(mesh: Mesh, peer: int, size: int) -> float:
+    ball = torch.zeros(max(size, 1), dtype=torch.uint8, device=mesh.device)
+    started = time.perf_counter()
+    if mesh.pipe_rank == 0:
+        mesh.link.send(peer, ball, LANE_CONTROL).wait()
+        mesh.link.receive(peer, ball, LANE_CONTROL).wait()
+    else:
+        mesh.link.receive(peer, ball, LANE_CONTROL).wait()
+        mesh.link.send(peer, ball, LANE_CONTROL).wait()
+    synchronise(mesh.device)
+    return time.perf_counter() - started

@@ -1,0 +1,134 @@
+"""A planned model on one rank: its stages, its optimizer, and a compiled program for each kind of step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pipeline.build import ParamGroups, build_layers
+from pipeline.config import PipelineConfig
+from pipeline.executor import Executor
+from pipeline.layer import Layer, RandomSource
+from pipeline.mesh import Mesh
+from pipeline.module import PipelineModule
+from pipeline.plan import Plan
+from pipeline.stage import Stage
+from pipeline.ties import Role, TiedGradients
+from pipeline.update import MakeOptimizer, MakeScheduler, Updater, squared_norms
+from schedules import Schedule, lower
+from schedules.restrict import forwards_of, shortened
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Everything on one rank that depends on the Plan.  Making one is collective over all ranks."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        module: PipelineModule,
+        config: PipelineConfig,
+        mesh: Mesh,
+        random: RandomSource,
+        make_optimizer: MakeOptimizer | None,
+        make_scheduler: MakeScheduler | None,
+        param_groups: ParamGroups | None,
+    ) -> None:
+        self.plan = plan
+        self.schedule = plan.build_schedule()
+        self._mesh = mesh
+        self._config = config
+        layers_of_stage = {
+            stage: plan.partition.layers_of(self.schedule.layer_group_of_stage[stage])
+            for stage in self.schedule.stages_of_rank(mesh.pipe_rank)
+        }
+        self.built = build_layers(
+            module,
+            {index for layers in layers_of_stage.values() for index in layers},
+            random,
+            mesh.pipeline,
+            param_groups=param_groups,
+            recompute=plan.recompute,
+        )
+        ends = {route[-1] for route in self.schedule.routes}
+        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random)
+        self.stages = {
+            stage: Stage(stage, [self.built.layers[i] for i in layers], loss if stage in ends else None)
+            for stage, layers in layers_of_stage.items()
+        }
+        self.changing = _changing_stages(module, self.schedule, plan)
+        self.all_ties = module.ties()
+        self.ties = TiedGradients(self.all_ties, self.built.flats, self._world_rank_of_layer(), mesh.link)
+        self.update = Updater(self.built, make_optimizer, make_scheduler) if make_optimizer else None
+        self._training: bool | None = None
+        self._executors: dict[tuple[bool, int], Executor] = {}
+
+    def _world_rank_of_layer(self) -> list[int]:
+        """The rank, in this rank's own pipeline, that holds each layer."""
+        stage_of_group = {group: stage for stage, group in enumerate(self.schedule.layer_group_of_stage)}
+        return [
+            self._mesh.world_rank(self._mesh.data_rank, self.schedule.rank_of_stage[stage_of_group[group]])
+            for group in range(self.plan.partition.parts)
+            for _ in self.plan.partition.layers_of(group)
+        ]
+
+    def executor(self, *, train: bool, micro_batches: int) -> Executor:
+        """The compiled program of a step of this many micro-batches; made on first use and kept."""
+        found = self._executors.get((train, micro_batches))
+        if found is not None:
+            return found
+        restrict = shortened if train else forwards_of
+        program = lower(restrict(self.schedule, micro_batches))
+        made = Executor(
+            program,
+            self._mesh.pipe_rank,
+            self.stages,
+            self._mesh.link,
+            [self._mesh.world_rank(self._mesh.data_rank, rank) for rank in range(self._mesh.pipe)],
+            self._mesh.board,
+            self._mesh.device,
+            depth=self._config.receive_ahead,
+            reduce=self._reduce,
+        )
+        self._executors[train, micro_batches] = made
+        return made
+
+    def set_mode(self, train: bool) -> None:
+        """Put all layers into training or evaluation mode."""
+        if train is not self._training:
+            self._training = train
+            for stage in self.stages.values():
+                stage.train(train)
+
+    def squared_norms(self) -> list[Tensor | float]:
+        """The squared norm of each layer's gradients, as far as this rank is the one to count them."""
+        counts = self._mesh.data_rank == 0
+        return squared_norms(self.built.stretches(Role.OWNER) if counts else [], self.plan.partition.cuts[-1])
+
+    def zero_gradients(self) -> None:
+        """Set all gradients of all uses to 0."""
+        for flat in self.built.flats.values():
+            flat.zero_gradients()
+
+    def _reduce(self, stage: Stage) -> None:
+        """Sum the gradients of a stage over the copies of the pipeline, layer by layer: the order of a sum then
+        does not depend on which layers make up the stage."""
+        if self._mesh.data == 1:
+            return
+        for layer in stage.layers:
+            if layer.flat is not None:
+                for vector in layer.flat.vectors:
+                    if vector.gradients.numel():
+                        self._mesh.replicas.all_reduce(vector.gradients)
+
+
+def _changing_stages(module: PipelineModule, schedule: Schedule, plan: Plan) -> frozenset[int]:
+    """Stages whose input comes, directly or not, from a layer that declares data-dependent shapes."""
+    first = next((i for i in range(len(module)) if module.shapes_depend_on_data(i)), None)
+    if first is None:
+        return frozenset()
+    return frozenset(
+        stage
+        for stage, group in enumerate(schedule.layer_group_of_stage)
+        if plan.partition.layers_of(group).start > first
+    )

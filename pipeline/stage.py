@@ -1,0 +1,105 @@
+"""A stage: consecutive layers of the list on one rank, run for one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.errors import LossError
+from pipeline.layer import Gradients, Layer, LayerCall, Place
+from pipeline.shapes import Value, flatten, unflatten
+
+__all__ = ["Stage", "StagePass", "with_targets"]
+
+
+class StagePass:
+    """One micro-batch's passage through a stage: a call for each layer, newest last, and the losses added."""
+
+    __slots__ = ("calls", "current", "losses", "needs_gradient")
+
+    def __init__(self) -> None:
+        self.calls: list[LayerCall] = []
+        self.losses: list[tuple[str, Tensor]] = []
+        self.current: Layer | None = None  # the layer at work, for the message when it raises
+        self.needs_gradient: tuple[bool, ...] = ()  # which leaves of the stage's output need one
+
+
+class Stage:
+    """Layers ``[first, first + len(layers))`` of the list.
+
+    ``loss`` is the loss as one more layer, on the last stage of a route, else None.
+    """
+
+    def __init__(self, number: int, layers: Sequence[Layer], loss: Layer | None) -> None:
+        self.number = number
+        self.layers = tuple(layers)
+        self.loss = loss
+
+    def train(self, mode: bool) -> None:
+        for layer in self.layers:
+            if layer.module is not None:
+                layer.module.train(mode)
+
+    def forward(self, value: Value, place: Place, passage: StagePass, targets: Any = None) -> tuple[Value, Value]:
+        """Run the layers; returns what the last layer gave, and what to hand on: the same, or the loss."""
+        for layer in self.layers:
+            passage.current = layer
+            value, call = layer.forward(value, place)
+            passage.calls.append(call)
+            passage.losses += [(name, loss.detach()) for name, loss in call.losses]
+        if self.loss is None:
+            return value, value
+        passage.current = self.loss
+        loss, call = self.loss.forward(with_targets(value, targets), place)
+        passage.calls.append(call)
+        return value, _scalar(loss)
+
+    def infer(
+        self, value: Value, place: Place, passage: StagePass, targets: Any, with_loss: bool
+    ) -> tuple[Value, Value]:
+        """As ``forward``, without gradients; the loss only where it is asked for."""
+        for layer in self.layers:
+            passage.current = layer
+            value, losses = layer.infer(value, place)
+            passage.losses += losses
+        if self.loss is None or not with_loss:
+            return value, value
+        passage.current = self.loss
+        loss, _ = self.loss.infer(with_targets(value, targets), place)
+        return value, _scalar(loss)
+
+    def backward(self, passage: StagePass, gradients: Gradients, loss_scale: float, *, defer: bool) -> Gradients:
+        """Gradients of the stage's input leaves that need one; with ``defer`` the weights' products wait.
+
+        On the last stage of a route the gradient starts at the loss, with the micro-batch's share of the step.
+        """
+        layers = self.layers
+        if self.loss is not None:
+            layers = (*self.layers, self.loss)
+            gradients = [loss.new_full((), loss_scale) for loss in passage.calls[-1].outputs]
+        for layer, call in zip(reversed(layers), reversed(passage.calls), strict=True):
+            passage.current = layer
+            gradients = layer.backward(call, gradients, loss_scale, defer=defer)
+        return gradients
+
+    def weight_gradients(self, passage: StagePass) -> None:
+        """The products that a deferred backward left, from the last layer to the first."""
+        for call in reversed(passage.calls):
+            call.queue.drain()
+
+
+def with_targets(output: Value, targets: Any) -> Value:
+    """The pair that the loss takes, as one value; gradients flow to the output only."""
+    leaves, structure = flatten((unflatten(output.leaves, output.structure), targets))
+    needs = output.needs_gradient + (False,) * (len(leaves) - len(output.leaves))
+    return Value(leaves, structure, needs)
+
+
+def _scalar(loss: Value) -> Value:
+    (leaf, *rest) = loss.leaves
+    if rest or not isinstance(leaf, Tensor) or leaf.numel() != 1:
+        shown = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        raise LossError(f"loss_fn must return a scalar tensor, the mean over the micro-batch; it returned {shown}")
+    return loss

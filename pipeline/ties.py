@@ -1,0 +1,142 @@
+"""Tied weights: every use has a gradient of its own, and uses are added in layer order wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import ModelError
+from pipeline.gradients.flat import FlatLayer
+from pipeline.links.protocol import LANE_CONTROL, Link
+from pipeline.module import Tie, Use
+
+__all__ = ["Role", "TiedGradients", "owner_name", "role", "separate", "share"]
+
+
+class Role(IntEnum):
+    """What a parameter of a layer is on this rank.
+
+    OWNER: not tied, or the first use of all: it is counted in norms and saved.  COPY: the first use on this rank of
+    a parameter whose first use is elsewhere: it has optimizer state and stays bit-equal to the owner.  ALIAS: a later
+    use on the same rank: it shares the storage of the rank's first.
+    """
+
+    OWNER = 0
+    COPY = 1
+    ALIAS = 2
+
+
+def role(ties: Sequence[Tie], local: Mapping[int, object], layer: int, parameter: str) -> Role:
+    """The role of one parameter on a rank that holds the layers ``local``."""
+    for tie in ties:
+        if _uses(tie, layer, parameter):
+            if tie.uses[0].layer == layer:
+                return Role.OWNER
+            first_here = next(use for use in tie.uses if use.layer in local)
+            return Role.COPY if first_here.layer == layer else Role.ALIAS
+    return Role.OWNER
+
+
+def owner_name(ties: Sequence[Tie], layer: int, parameter: str) -> str:
+    """The name under which a parameter is saved: that of its first use in the layer list."""
+    for tie in ties:
+        if _uses(tie, layer, parameter):
+            first = tie.uses[0]
+            return f"layers.{first.layer}.{first.parameter or parameter}"
+    return f"layers.{layer}.{parameter}"
+
+
+def _uses(tie: Tie, layer: int, parameter: str) -> bool:
+    return any(use.layer == layer and use.parameter in (None, parameter) for use in tie.uses)
+
+
+def separate(modules: Mapping[int, nn.Module]) -> None:
+    """Give every use a Parameter object of its own, where modules of different layers hold the same one."""
+    seen: dict[int, int] = {}
+    for layer, module in sorted(modules.items()):
+        for child in module.modules():
+            for name, parameter in child._parameters.items():
+                if parameter is not None and seen.setdefault(id(parameter), layer) != layer:
+                    copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                    setattr(child, name, copy)
+
+
+def share(ties: Sequence[Tie], flats: Mapping[int, FlatLayer]) -> None:
+    """Let all uses of a parameter on this rank see one storage, that of the first.
+
+    Raises ``ModelError`` when uses of one key differ in the names or shapes of their parameters.
+    """
+    for tie in ties:
+        local = [use for use in tie.uses if use.layer in flats]
+        for use in local[1:]:
+            first, other = _parameters(local[0], flats), _parameters(use, flats)
+            if [p.shape for p in first] != [p.shape for p in other]:
+                raise ModelError(
+                    f"layers {local[0].layer} and {use.layer} are tied as {tie.name!r}, but their parameters have "
+                    f"shapes {[tuple(p.shape) for p in first]} and {[tuple(p.shape) for p in other]}; build all "
+                    "uses of a key with the same class and arguments"
+                )
+            for mine, theirs in zip(first, other, strict=True):
+                theirs.data = mine.data
+
+
+def _parameters(use: Use, flats: Mapping[int, FlatLayer]) -> list[nn.Parameter]:
+    named = dict(flats[use.layer].module.named_parameters())
+    return list(named.values()) if use.parameter is None else [named[use.parameter]]
+
+
+class TiedGradients:
+    """Adds the gradients of all uses of each tied parameter, the same way on every rank that holds one.
+
+    ``rank_of_layer`` are ranks of the link.  Nothing is summed by a collective: its order would depend on the layout.
+    """
+
+    def __init__(
+        self, ties: Sequence[Tie], flats: Mapping[int, FlatLayer], rank_of_layer: Sequence[int], link: Link
+    ) -> None:
+        self._link = link
+        self._ties = [tie for tie in ties if any(use.layer in flats for use in tie.uses)]
+        self._flats = flats
+        self._rank_of_layer = rank_of_layer
+
+    def add(self) -> None:
+        """Collective over the ranks that hold uses; afterwards each rank's first use holds the sum."""
+        for tie in self._ties:
+            local = {use: self._gradients(use) for use in tie.uses if use.layer in self._flats}
+            sizes = [g.numel() for g in next(iter(local.values()))]
+            if not sizes:
+                continue
+            terms = self._terms(tie, local)
+            total = terms[0].clone()
+            for term in terms[1:]:
+                total += term
+            first = next(iter(local.values()))
+            for gradient, part in zip(first, total.split(sizes), strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+    def _gradients(self, use: Use) -> list[Tensor]:
+        gradients = self._flats[use.layer].gradients()
+        return (
+            list(gradients.values())
+            if use.parameter is None
+            else [g for name, g in gradients.items() if name == use.parameter]
+        )
+
+    def _terms(self, tie: Tie, local: Mapping[Use, list[Tensor]]) -> list[Tensor]:
+        """The gradient of every use as a vector, in layer order; those of other ranks are exchanged."""
+        here = self._link.rank
+        vectors = {use: torch.cat([g.reshape(-1) for g in gradients]) for use, gradients in local.items()}
+        like = next(iter(vectors.values()))
+        others = sorted({self._rank_of_layer[use.layer] for use in tie.uses} - {here})
+        sends = [self._link.send(peer, vector, LANE_CONTROL) for peer in others for vector in vectors.values()]
+        receives = []
+        for use in tie.uses:
+            if use not in vectors:
+                vectors[use] = torch.empty_like(like)
+                receives.append(self._link.receive(self._rank_of_layer[use.layer], vectors[use], LANE_CONTROL))
+        for pending in (*receives, *sends):
+            pending.wait()
+        return [vectors[use] for use in tie.uses]

@@ -1,0 +1,81 @@
+"""The end of a step: norms, clipping, and the optimizer on flat vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipeline.build import BuiltLayers, Stretch
+from pipeline.errors import ConfigError
+from pipeline.ties import Role
+
+__all__ = ["MakeOptimizer", "MakeScheduler", "Updater", "clipping_factor", "squared_norms"]
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+MakeScheduler = Callable[[Optimizer], Any]
+
+_EPSILON = 1e-6  # keeps the clipping factor finite, as in torch.nn.utils.clip_grad_norm_
+
+
+class Updater:
+    """The optimizer of one rank.
+
+    It holds one flat parameter for each stretch of a layer's vector that belongs to one optimizer group: for an
+    element-wise optimizer the same update as on the parameters one by one.
+    """
+
+    def __init__(self, built: BuiltLayers, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
+        groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in built.groups]
+        self.flat: list[tuple[Stretch, nn.Parameter]] = []
+        for stretch in built.stretches(Role.OWNER, Role.COPY):
+            flat = nn.Parameter(stretch.parameters)
+            groups[stretch.group]["params"].append(flat)
+            self.flat.append((stretch, flat))
+        self.optimizer = make_optimizer(groups)
+        if not isinstance(self.optimizer, Optimizer):
+            raise ConfigError(
+                f"optimizer made a {type(self.optimizer).__name__}; give a torch.optim class, or a function that takes "
+                "a list of parameter groups and returns an optimizer"
+            )
+        self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients of this rank, in place."""
+        for stretch, _ in self.flat:
+            stretch.gradients.mul_(factor)
+
+    def step(self) -> None:
+        """Update the parameters, then the learning-rate schedule."""
+        for stretch, flat in self.flat:
+            flat.grad = stretch.gradients.to(flat.dtype)  # the same tensor where the types agree
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The settings of each group, as they are now."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
+    def restore(self, settings: Sequence[dict[str, Any]], scheduler: dict[str, Any] | None) -> None:
+        """Set the groups' settings and the learning-rate schedule to what was saved."""
+        for group, saved in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(saved)
+        if self.scheduler is not None and scheduler is not None:
+            self.scheduler.load_state_dict(scheduler)
+
+
+def squared_norms(stretches: Sequence[Stretch], layers: int) -> list[Tensor | float]:
+    """The squared norm of each layer's gradients, 0 for layers without; nothing waits for the device."""
+    norms: list[Tensor | float] = [0.0] * layers
+    for stretch in stretches:
+        norms[stretch.layer] = norms[stretch.layer] + torch.linalg.vector_norm(stretch.gradients).double() ** 2
+    return norms
+
+
+def clipping_factor(norm: float, limit: float | None) -> float:
+    """What gradients of this norm are to be multiplied by so that their norm is at most ``limit``."""
+    return 1.0 if limit is None or norm <= limit else limit / (norm + _EPSILON)
