@@ -26,6 +26,8 @@ def simulate(work: Schedule | Program, costs: Costs | None = None) -> Timeline:
     delay = np.full(senders.shape, costs.hop)
     delay[senders == len(duration)] = 0.0
     times = earliest(entries.starts, senders, delay, duration, schedule.describe)
+    for array in times:
+        array.setflags(write=False)
     return Timeline(
         schedule,
         "predicted",

@@ -1,16 +1,15 @@
-"""Forward-only: evaluation and inference. Micro-batches stream through the stages; nothing waits for a
-backward.
+"""Forward-only, for evaluation and inference: micro-batches stream through and nothing waits for a backward.
 
-    4 ranks, 4 micro-batches, 1 stage a rank          2 stages a rank: stages 4..7 on ranks 0..3
+4 ranks, 4 micro-batches, 2 stages a rank; a number is a forward, ' marks the rank's second stage:
 
-    rank 0 | 0 1 2 3                                  rank 0 | 0 1 2 3 0'1'2'3'
-    rank 1 |   0 1 2 3                                rank 1 |   0 1 2 3 0'1'2'3'
-    rank 2 |     0 1 2 3                              rank 2 |     0 1 2 3 0'1'2'3'
-    rank 3 |       0 1 2 3                            rank 3 |       0 1 2 3 0'1'2'3'
+    rank 0 | 0 1 2 3 0'1'2'3'. . .
+    rank 1 | . 0 1 2 3 0'1'2'3'. .
+    rank 2 | . . 0 1 2 3 0'1'2'3'.
+    rank 3 | . . . 0 1 2 3 0'1'2'3'
 
-With several stages a rank, micro-batches take turns in groups, as in interleaved-1f1b: a group goes through
-all stages before the next one starts, so that what waits between two stages of a rank stays small. Step time,
-with F the time of a stage: F (v m + p - 1), and F (v p + m - 1) for m < p.
+With several stages a rank, micro-batches take turns in groups, as in interleaved-1f1b: a group goes through all
+stages before the next one starts, so that little waits between two stages of a rank. Step time, F being the time
+of one stage: F ((v - 1) max(m, p) + m + p - 1).
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
 
-    4 ranks, 4 micro-batches; digits are forwards, letters are backwards of micro-batches a = 0, b = 1, ...
+4 ranks, 4 micro-batches; two characters are a unit of time, 0 is a forward, aaa the backward of the same:
 
-    rank 0 | 0 1 2 3             .    .    .    aa bb cc dd
-    rank 1 |   0 1 2 3           .    .    aa bb cc dd
-    rank 2 |     0 1 2 3         .    aa bb cc dd
-    rank 3 |       0 1 2 3 aa bb cc dd
+    rank 0 | 0 1 2 3 . . . . . . . . . aaa bbb ccc ddd
+    rank 1 | . 0 1 2 3 . . . . . . aaa bbb ccc ddd . .
+    rank 2 | . . 0 1 2 3 . . . aaa bbb ccc ddd . . . .
+    rank 3 | . . . 0 1 2 3 aaa bbb ccc ddd . . . . . .
 
-The simplest order, and the reference for the others: its bubble is (p - 1)(F + B) and it keeps all m
-micro-batches alive. With v stages a rank (stage s on rank s mod p) all micro-batches pass a rank's first
-stage, then its second, and back: the bubble falls to (p - 1)(F + B)/v for m >= p, F and B being the times of
-a rank's whole share.
+The simplest order, and the one that others are held against: its bubble is (p - 1)(F + B), and it keeps all m
+micro-batches alive. With v stages a rank, stage s on rank s mod p, all micro-batches pass a rank's first stage,
+then its second, and back in reverse:
+
+    rank 0 | 0 1 2 3 0'1'2'3'. . . aaa'bbb'ccc'ddd'aaa bbb ccc ddd
+    rank 1 | . 0 1 2 3 0'1'2'3'aaa'bbb'ccc'ddd'aaa bbb ccc ddd . .
+
+Step time, F and B being the times of a rank's whole share: (F + B)/v ((v - 1) max(m, p) + m + p - 1).
 """
 
 from __future__ import annotations

@@ -1,24 +1,23 @@
-"""Interleaved 1F1B: several stages a rank, so that the pipeline fills in smaller pieces (arXiv 2104.04473).
+"""Interleaved 1F1B: several stages a rank, so that the pipeline fills in smaller steps (arXiv 2104.04473).
 
-    4 ranks, 4 micro-batches, 2 stages a rank (0..3 and, marked ', 4..7 on ranks 0..3), up to the first
-    backward
+4 ranks, 4 micro-batches, 2 stages a rank; two characters are a unit of time, 0 is a forward, aaa the backward of
+the same, ' marks the rank's second stage:
 
-    rank 0 | 0 1 2 3 0'1'2'3'
-    rank 1 |   0 1 2 3 0'1'2'3'
-    rank 2 |     0 1 2 3 0'1'2'      then 3' and a backward in turn
-    rank 3 |       0 1 2 3 0'aa'1'bb'2'cc'3'dd'aa bb cc dd
+    rank 0 | 0 1 2 3 0'1'2'3'. . . . . . aaa'. bbb'. ccc'. ddd'aaa bbb ccc ddd
+    rank 1 | . 0 1 2 3 0'1'2'3'. . . aaa'. bbb'. ccc'. ddd'aaa bbb ccc ddd . .
+    rank 2 | . . 0 1 2 3 0'1'2'. aaa'3'bbb'. ccc'. ddd'aaa bbb ccc ddd . . . .
+    rank 3 | . . . 0 1 2 3 0'aaa'1'bbb'2'ccc'3'ddd'aaa bbb ccc ddd . . . . . .
 
 Micro-batches take turns in groups: each group passes all stages of a rank before the next one starts. Rank r
-runs 2(p - 1 - r) + (v - 1)g forwards ahead, g being the largest group, and then alternates.
+runs 2(p - 1 - r) + (v - 1)g forwards ahead, g being the size of the largest group, and then alternates.
 
-A group of fewer than p micro-batches comes back to a rank before its first ones have been round the loop. As
-a short *last* group, which is what is left over when p does not divide m, it makes ranks wait for each other:
-with (p, m, v) = (4, 5, 3) for ever. So there are max(1, m // p) groups, as even as can be, none of them short
-unless m itself is. Where m // p divides m these are the groups of torch, and of the paper where p does.
+A group of fewer than p micro-batches comes back to a rank before its first one has been round the loop. As a short
+*last* group, which is what is left over when p does not divide m, it makes ranks wait for each other, and with
+(p, m, v) = (4, 5, 3) for ever. So there are max(1, m // p) groups, as even as can be, and none is short unless m
+itself is. Where m // p divides m these are the groups of torch, and where p does, those of the paper.
 
-Step time, for all m, with F and B the times of a rank's whole share: (F + B)/v ((v - 1)max(m, p) + m + p -
-1), that is a bubble of (p - 1)(F + B)/v for m >= p. Peak: ((v - 1)g + 2(p - 1) + 1)/v micro-batches on rank
-0.
+Step time for every m, F and B being the times of a rank's whole share: (F + B)/v ((v - 1) max(m, p) + m + p - 1).
+Rank 0 holds ((v - 1)g + 2(p - 1) + 1)/v micro-batches at most.
 """
 
 from __future__ import annotations

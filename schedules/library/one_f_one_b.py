@@ -1,16 +1,15 @@
-"""1F1B: one forward, one backward, as soon as the first backward is there (PipeDream-flush, arXiv
-2006.09503).
+"""1F1B: a forward and a backward in turn, from the first backward on (PipeDream-Flush, arXiv 2006.09503).
 
-    4 ranks, 6 micro-batches; digits are forwards, letters are backwards of micro-batches a = 0, b = 1, ...
+4 ranks, 6 micro-batches; two characters are a unit of time, 0 is a forward, aaa the backward of the same:
 
-    rank 0 | 0 1 2 3       .    .   aa 4 bb 5 cc   dd   ee   ff
-    rank 1 |   0 1 2     .    aa 3  bb 4 cc 5 dd   ee   ff
-    rank 2 |     0 1   aa 2 bb 3    cc 4 dd 5 ee   ff
-    rank 3 |       0 aa 1 bb 2 cc   3 dd 4 ee 5 ff
+    rank 0 | 0 1 2 3 . . . . . . aaa 4 bbb 5 ccc . ddd . eee . fff
+    rank 1 | . 0 1 2 . . . . aaa 3 bbb 4 ccc 5 ddd . eee . fff . .
+    rank 2 | . . 0 1 . . aaa 2 bbb 3 ccc 4 ddd 5 eee . fff . . . .
+    rank 3 | . . . 0 aaa 1 bbb 2 ccc 3 ddd 4 eee 5 fff . . . . . .
 
-Rank r runs p - 1 - r forwards ahead and then alternates, so it holds p - r micro-batches at most, however
-many there are. The bubble is that of GPipe: (p - 1)(F + B). Latency hurts it more than GPipe: in the steady
-state every p micro-batches wait for 2(p - 1) hops.
+Rank r runs p - 1 - r forwards ahead and then alternates, so it holds p - r micro-batches at most, however many
+there are. Step time: (F + B)(m + p - 1), that of GPipe. Latency costs it more than GPipe: in the steady state
+every p micro-batches wait for 2(p - 1) hops.
 """
 
 from __future__ import annotations
