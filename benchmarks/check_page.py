@@ -104,7 +104,8 @@ def browser(size: tuple[int, int] = (1280, 900), dark: bool = False) -> Iterator
     with tempfile.TemporaryDirectory(prefix="check-page-", ignore_cleanup_errors=True) as profile:
         flags = [*FLAGS, f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}"]
         # The browser expects its pipe at descriptors 3 and 4; the shell puts it there.
-        arguments = ["sh", "-c", f'exec "$@" 3<&{theirs_in[0]} 4>&{ours_out[1]}', "sh", executable, *flags, "about:blank"]
+        redirected = f'exec "$@" 3<&{theirs_in[0]} 4>&{ours_out[1]}'
+        arguments = ["sh", "-c", redirected, "sh", executable, *flags, "about:blank"]
         process = subprocess.Popen(
             arguments, pass_fds=(theirs_in[0], ours_out[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -38,8 +38,9 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         "--micro-batches", type=_positive, metavar="M", help=f"micro-batches in the step (default {MICRO_BATCHES})"
     )
     shape.add_argument(
-        "--stages-per-rank", type=_positive, metavar="V", help="stages that each rank holds (default: the schedule's own)"
-    )
+        "--stages-per-rank", type=_positive, metavar="V",
+        help="stages that each rank holds (default: the schedule's own)",
+    )  # fmt: skip
     costs = parser.add_argument_group(
         "costs",
         "Times of one micro-batch on one rank, with all the stages the rank holds: plain numbers, which are relative, "
@@ -59,7 +60,9 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         help="also write a page (.html), a picture (.png, .svg) or a trace for ui.perfetto.dev (.json)",
     )  # fmt: skip
     output.add_argument("--json", action="store_true", help="write numbers as JSON in place of the drawing")
-    output.add_argument("--width", type=_positive, metavar="COLUMNS", help="width of the drawing (default: the terminal's)")
+    output.add_argument(
+        "--width", type=_positive, metavar="COLUMNS", help="width of the drawing (default: the terminal's, or 80)"
+    )
     output.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
     output.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto",
@@ -184,5 +187,3 @@ def _time(text: str) -> Time:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time: write a number, 0 or more, or one with s, ms or us")
     number, name = match.groups()
     return Time(float(number) * SECONDS[(name or "s").lower()], has_unit=name is not None)
-
-

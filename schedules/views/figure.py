@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from schedules.causes import CAUSES as NAMES
+from schedules.causes import pieces
 from schedules.errors import MissingLibrary
+from schedules.table import KIND
 from schedules.timeline import Timeline
-from schedules.views.palette import CAUSES, KINDS, LATER, TRACKS, shade
+from schedules.views.palette import CAUSES, KINDS, LATER, STEP, TRACKS, shade
 from schedules.views.picture import (
     MOST_ROWS,
     NO_NUMBER,
     amount,
     beside,
-    bubbles_by_rank,
     crowded,
     duration,
     durations,
@@ -41,19 +43,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, DPI = 10.0, 160
-ROW, MEMORY, TITLE, TOP, FOOT = 0.26, 0.95, 0.48, 0.32, 0.5  # inches
+ROW, MEMORY, TITLE, TOP, FOOT = 0.26, 0.95, 0.44, 0.32, 0.62  # inches
 LEFT, RIGHT = 0.8, 0.75
-PASSES = 100
-"""More passes in an inch than this are drawn as how busy the rank is."""
-DIGIT = 0.058
-"""Width of a digit on a pass, in inches."""
+SHORTEST, BUBBLE = 0.01, 0.06
+"""Inches of a pass below which rows show only how busy they are, and of the bubbles that are hatched then."""
+DIGIT, LETTER = 0.058, 0.09
+"""Inches that a digit on a pass, and a letter of a bubble's name with its margins, take."""
 ROW_FILL = 0.84
 """The share of a row's height that is filled."""
 MOST_RECTANGLES = 2000
 """A path of many more is slow to fill, and past some number matplotlib refuses it."""
 GREY, SOFT, PAPER = "#a9adb2", "#5b6570", "#f3f3f1"
 HATCHES = {look.hatch: look.hatch * 7 for look in CAUSES.values()} | {"x": "xxxxxx", ".": "....", "+": "++++++"}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 8,
     "font.family": "DejaVu Sans",
     "hatch.linewidth": 0.5,
@@ -62,9 +64,7 @@ STYLE = {
 }
 
 
-def write(
-    timeline: Timeline, path: str | Path, *, over: Timeline | Sequence[Timeline] = (), unit: str = "s"
-) -> None:
+def write(timeline: Timeline, path: str | Path, *, over: Timeline | Sequence[Timeline] = (), unit: str = "s") -> None:
     """Write the figure in the format that the ending of ``path`` names; see ``draw``."""
     figure = draw(timeline, over=over, unit=unit)
     from matplotlib import rc_context
@@ -77,7 +77,8 @@ def write(
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     # Hundredths of a point are enough, and half of the file.
-    target.write_text(re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text.getvalue()), encoding="utf-8")
+    shorter = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text.getvalue())
+    target.write_text(shorter, encoding="utf-8")
 
 
 def draw(timeline: Timeline, *, over: Timeline | Sequence[Timeline] = (), unit: str = "s") -> Figure:
@@ -151,14 +152,13 @@ def _draw_rows(axes: Axes, timeline: Timeline, end: float) -> None:
             percent(timeline.idle[rank]), (1.0, rank), xycoords=("axes fraction", "data"), xytext=(5, 0),
             textcoords="offset points", va="center", ha="left", color="black",
         )  # fmt: skip
-    axes.annotate(
-        "idle", (1.0, 1.0), xycoords="axes fraction", xytext=(5, 5), textcoords="offset points", color=SOFT
-    )
+    axes.annotate("idle", (1.0, 1.0), xycoords="axes fraction", xytext=(5, 5), textcoords="offset points", color=SOFT)
     inches = (WIDTH - LEFT - RIGHT) / end
-    if crowded(timeline, inches * PASSES):
+    if crowded(timeline, inches / SHORTEST):
         _draw_overview(axes, timeline)
+        _draw_bubbles(axes, timeline, inches, shortest=BUBBLE / inches, fill=1.0)
     else:
-        _draw_bubbles(axes, timeline, inches)
+        _draw_bubbles(axes, timeline, inches, shortest=0.0, fill=ROW_FILL)
         _draw_passes(axes, timeline, inches)
 
 
@@ -175,23 +175,24 @@ def _rectangles(axes: Axes, boxes: np.ndarray, **style: Any) -> None:
         axes.add_patch(PathPatch(Outline(np.stack([x.ravel(), y.ravel()], axis=1), codes), **style))
 
 
-def _draw_bubbles(axes: Axes, timeline: Timeline, inches: float) -> None:
-    height = _row_height(timeline) / timeline.schedule.ranks
-    boxes: dict[str, list[tuple[float, float, float, float]]] = {}
-    for bubble in timeline.bubbles:
-        top, bottom = bubble.rank - ROW_FILL / 2, bubble.rank + ROW_FILL / 2
-        boxes.setdefault(bubble.cause, []).append((bubble.start, bubble.end, top, bottom))
-        if height > 0.15 and (bubble.end - bubble.start) * inches > 0.09 * len(bubble.cause):
-            axes.text(
-                (bubble.start + bubble.end) / 2, bubble.rank, bubble.cause, ha="center", va="center", size=6.5,
-                color=SOFT, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.2}, zorder=3,
-            )  # fmt: skip
-    for cause, found in boxes.items():
-        look = CAUSES[cause]
+def _draw_bubbles(axes: Axes, timeline: Timeline, inches: float, shortest: float, fill: float) -> None:
+    """Hatched, and named where there is room: in every bubble, or where rows are low once for each cause."""
+    found = pieces(timeline)
+    length, high = found.end - found.start, _row_height(timeline) / timeline.schedule.ranks > 0.15
+    for cause in np.unique(found.cause).tolist():
+        name, look = NAMES[cause], CAUSES[NAMES[cause]]
+        chosen = np.flatnonzero((found.cause == cause) & (length > shortest))
+        top = found.rank[chosen] - fill / 2
         _rectangles(
-            axes, np.array(found), facecolor=PAPER, edgecolor=look.colour or GREY, hatch=HATCHES[look.hatch],
-            linewidth=0, zorder=1,
+            axes, np.stack([found.start[chosen], found.end[chosen], top, top + fill], axis=1), facecolor=PAPER,
+            edgecolor=look.colour or GREY, hatch=HATCHES[look.hatch], linewidth=0, zorder=1,
         )  # fmt: skip
+        roomy = chosen[length[chosen] * inches > LETTER * len(name)]
+        for i in roomy if high else roomy[len(roomy) // 2 :][:1]:
+            axes.text(
+                (found.start[i] + found.end[i]) / 2, found.rank[i], name, ha="center", va="center", size=6.5,
+                color=SOFT, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.2}, zorder=3, clip_on=True,
+            )  # fmt: skip
 
 
 def _draw_passes(axes: Axes, timeline: Timeline, inches: float) -> None:
@@ -234,7 +235,7 @@ def _draw_overview(axes: Axes, timeline: Timeline) -> None:
     mixed = shares @ colours + (1 - shares.sum(axis=2, keepdims=True)) * 228.0
     axes.imshow(
         np.clip(mixed, 0, 255).astype(np.uint8), aspect="auto", interpolation="nearest",
-        extent=(0, timeline.step_time, ranks - 0.5, -0.5),
+        extent=(0, timeline.step_time, ranks - 0.5, -0.5), zorder=0,
     )  # fmt: skip
 
 
@@ -255,10 +256,9 @@ def _draw_memory(axes: Axes, timeline: Timeline, highest: float) -> None:
     axes.tick_params(labelsize=7, colors=SOFT, length=2)
     peaks = timeline.peak_activations
     for place, rank in ((0.92, 0), (0.62, ranks - 1))[: min(2, ranks)]:
-        colour = "#0072B2" if rank == 0 else "#D55E00"
         axes.annotate(
             f"rank {rank}\npeak {amount(peaks[rank])}", (1.0, place), xycoords="axes fraction", xytext=(5, 0),
-            textcoords="offset points", va="top", size=6.5, color=colour,
+            textcoords="offset points", va="top", size=6.5, color="#0072B2" if rank == 0 else "#D55E00",
         )  # fmt: skip
 
 
@@ -268,24 +268,26 @@ def _draw_times(axes: Axes, end: float, unit: str, *, labelled: bool) -> None:
 
 
 def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+    """One line for what ranks do, one for why they do nothing."""
     from matplotlib.patches import Patch
 
-    kinds = sorted({int(kind) for one in timelines for kind in np.unique(one.schedule.actions[:, 1])})
-    causes = {cause for one in timelines for by_cause in one.idle_by_cause for cause, share in by_cause.items() if share > 0}
-    tracks = [name for name in ("step", *TRACKS) if any(span.track == name for one in timelines for span in one.other)]
-    colours = {"step": KINDS[-1].colour, **TRACKS}
-    later = [Patch(facecolor=shade(kinds[0], 1, 2), label=LATER)] if any(one.schedule.stages_per_rank > 1 for one in timelines) else []
-    handles = [
-        *(Patch(facecolor=KINDS[kind].colour, label=f"{KINDS[kind].name} {KINDS[kind].words}") for kind in kinds),
-        *later,
-        *(Patch(facecolor=colours[name], label=name) for name in tracks),
-        *(
-            Patch(
-                facecolor=PAPER, edgecolor=look.colour or GREY, hatch=HATCHES[look.hatch], linewidth=0,
-                label=cause,
-            )
-            for cause, look in CAUSES.items()
-            if cause in causes
-        ),
-    ]  # fmt: skip
-    figure.legend(handles=handles, loc="lower center", ncols=min(len(handles), 9), frameon=False, fontsize=7)
+    kinds = sorted({int(kind) for one in timelines for kind in np.unique(one.schedule.actions[:, KIND])})
+    handles = [Patch(facecolor=KINDS[kind].colour, label=f"{KINDS[kind].name} {KINDS[kind].words}") for kind in kinds]
+    if any(one.schedule.stages_per_rank > 1 for one in timelines):
+        handles.append(Patch(facecolor=shade(kinds[0], 1, 2), label=LATER))
+    tracks = {span.track for one in timelines for span in one.other}
+    for track, colour in {"step": KINDS[STEP].colour, **TRACKS}.items():
+        if track in tracks:
+            handles.append(Patch(facecolor=colour, label=track))
+    causes = [
+        Patch(facecolor=PAPER, edgecolor=look.colour or GREY, hatch=HATCHES[look.hatch], linewidth=0, label=cause)
+        for cause, look in CAUSES.items()
+        if any(by_cause[cause] > 0 for one in timelines for by_cause in one.idle_by_cause)
+    ]
+    height = FOOT / float(figure.get_figheight())
+    for line, bottom in ((handles, 0.4 * height), (causes, 0.0)):
+        if line:
+            figure.legend(
+                handles=line, loc="lower center", bbox_to_anchor=(0.5, bottom), ncols=len(line), frameon=False,
+                fontsize=7, borderaxespad=0.2,
+            )  # fmt: skip

@@ -1,7 +1,7 @@
 """A timeline as one HTML file that needs no network, no library and no server.
 
-The file holds its numbers packed as base64 and draws them on a canvas: ``assets/`` has its parts, in reading order
-page.html, page.css, data.js (unpack and look up), paint.js (draw one thing), page.js (place things, zoom, hover).
+The file holds its numbers packed and draws them on a canvas. Its parts lie in ``assets/``, in reading order page.html,
+page.css, data.js (unpack, and look up), paint.js (draw one thing), page.js (place things, zoom, hover).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import base64
 import html
 import json
 import string
+import zlib
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -18,13 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from schedules.timeline import Span, Timeline
-from schedules.views.palette import CAUSES, KINDS, LATER, TRACKS, shade
+from schedules.causes import pieces
+from schedules.table import KIND
+from schedules.timeline import Timeline
+from schedules.views.palette import CAUSES, KINDS, LATER, STEP, TRACKS, shade
 from schedules.views.picture import (
     MOST_ROWS,
     amount,
     beside,
-    bubbles_by_rank,
     duration,
     headings,
     occupancy,
@@ -32,6 +34,7 @@ from schedules.views.picture import (
     row,
     shape,
     stack,
+    waited_for,
 )
 
 MOST_PASSES = 400_000
@@ -39,11 +42,10 @@ MOST_PASSES = 400_000
 BANDS, COLUMNS = 128, 800
 """The overview's grid."""
 TICKS = 2**32 - 1
+"""Times cross as whole numbers of this part of the time axis: half the size of doubles, finer than any screen."""
 
 
-def write(
-    timeline: Timeline, path: str | Path, *, over: Timeline | Sequence[Timeline] = (), unit: str = "s"
-) -> None:
+def write(timeline: Timeline, path: str | Path, *, over: Timeline | Sequence[Timeline] = (), unit: str = "s") -> None:
     """Write the page; see ``draw``."""
     Path(path).write_text(draw(timeline, over=over, unit=unit), encoding="utf-8")
 
@@ -55,17 +57,17 @@ def draw(timeline: Timeline, *, over: Timeline | Sequence[Timeline] = (), unit: 
     """
     timelines = stack(timeline, over)
     names = headings(timelines)
-    end = max(one.step_time for one in timelines) or 1.0
-    causes = [name for name in CAUSES if any(by.get(name, 0.0) > 0 for one in timelines for by in one.idle_by_cause)]
+    numbers = bytearray()
+    data = json.dumps(_data(names, timelines, unit, numbers), separators=(",", ":"))
     parts = {
         "title": html.escape(" over ".join(names)),
         "words": "".join(f'<p class="words">{html.escape(words)}</p>' for words in _words(timelines)),
-        "numbers": _numbers(names, timelines, unit),
-        "tables": "".join(_ranks(name, one, causes) for name, one in zip(names, timelines, strict=True)),
+        "summary": _summary(names, timelines, unit),
+        "tables": "".join(_ranks(name, one) for name, one in zip(names, timelines, strict=True)),
         "style": _asset("page.css"),
         "script": "\n".join(map(_asset, ("data.js", "paint.js", "page.js"))),
-        # "<" would end the script element if a name contained "</script>".
-        "data": json.dumps(_data(names, timelines, end, unit), separators=(",", ":")).replace("<", "\\u003c"),
+        "data": data.replace("<", "\\u003c"),  # a name with "</script>" in it would end the element
+        "numbers": base64.b64encode(zlib.compress(bytes(numbers), level=6)).decode(),
     }
     return string.Template(_asset("page.html")).substitute(parts)
 
@@ -74,26 +76,24 @@ def _asset(name: str) -> str:
     return (resources.files("schedules.views") / "assets" / name).read_text(encoding="utf-8")
 
 
+# What stands in the page as text and tables, also for whoever sees no picture.
+
+
 def _words(timelines: Sequence[Timeline]) -> list[str]:
     first, *others = timelines
-    return [shape(first.schedule)] if not others else [first.difference(other).text() for other in others]
+    return [first.difference(other).text() for other in others] or [shape(first.schedule)]
 
 
-# Tables, which are also there for whoever reads no picture.
-
-
-def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
-    cells = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in one) + "</tr>" for one in rows
-    )
+def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     titles = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in head)
+    cells = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in one) + "</tr>" for one in rows)
     return (
-        f'<div class="scroll"><table class="{style}"><caption>{html.escape(caption)}</caption>'
+        f'<div class="scroll"><table><caption>{html.escape(caption)}</caption>'
         f"<thead><tr>{titles}</tr></thead><tbody>{cells}</tbody></table></div>"
     )
 
 
-def _numbers(names: Sequence[str], timelines: Sequence[Timeline], unit: str) -> str:
+def _summary(names: Sequence[str], timelines: Sequence[Timeline], unit: str) -> str:
     head = ("", "shape", "step time", "bubble", "span bubble", "idlest rank", "peak activations")
     rows = [
         (
@@ -111,79 +111,71 @@ def _numbers(names: Sequence[str], timelines: Sequence[Timeline], unit: str) -> 
         "Bubble: idle share of ranks × step time, right when a step ends in a barrier. Span bubble: the same over the "
         "longest rank's own span, first start to last end. Peak activations: micro-batches a rank holds at once."
     )
-    return _table(explanation, head, rows, "left")
+    return _table(explanation, head, rows)
 
 
-def _ranks(name: str, timeline: Timeline, causes: Sequence[str]) -> str:
+def _ranks(name: str, timeline: Timeline) -> str:
+    causes = [cause for cause in CAUSES if any(by_cause[cause] > 0 for by_cause in timeline.idle_by_cause)]
     head = ("rank", "stages", "idle", *causes, "peak activations")
     rows = (
         (
             str(rank),
             ", ".join(map(str, timeline.schedule.stages_of_rank(rank))),
             percent(timeline.idle[rank]),
-            *(percent(share) if share else "–" for share in (timeline.idle_by_cause[rank].get(cause, 0.0) for cause in causes)),
+            *(percent(by_cause[cause]) if by_cause[cause] > 0 else "–" for cause in causes),
             amount(timeline.peak_activations[rank]),
         )
-        for rank in range(timeline.schedule.ranks)
+        for rank, by_cause in enumerate(timeline.idle_by_cause)
     )
     state = " open" if timeline.schedule.ranks <= 16 else ""
-    table = _table("Idle time by cause, as a share of the step.", head, rows, "left")
+    table = _table("Idle time by cause, as a share of the step.", head, rows)
     return f"<details{state}><summary><b>{html.escape(name)}</b>, rank by rank</summary>{table}</details>"
 
 
-# What the scripts read.
+# What the scripts read: JSON, in which [offset, length] stands for an array of ``numbers``.
 
 
-def _data(names: Sequence[str], timelines: Sequence[Timeline], end: float, unit: str) -> dict[str, Any]:
-    kinds = {int(kind) for one in timelines for kind in np.unique(one.schedule.actions[:, 1])}
-    steps = any(span.track == "step" for one in timelines for span in one.other)
+def _data(names: Sequence[str], timelines: Sequence[Timeline], unit: str, numbers: bytearray) -> dict[str, Any]:
+    end = max(one.step_time for one in timelines) or 1.0
     tracks = {span.track for one in timelines for span in one.other}
+    kinds = {int(kind) for one in timelines for kind in np.unique(one.schedule.actions[:, KIND])}
+    if "step" in tracks:
+        kinds.add(STEP)
+    causes = {cause for one in timelines for by in one.idle_by_cause for cause, share in by.items() if share > 0}
     return {
         "unit": unit,
         "end": end,
-        "kinds": [
-            {"name": look.name, "words": look.words, "colour": look.colour, "used": code in kinds or look.name == "step" and steps}
-            for code, look in enumerate(KINDS)
-        ],
+        "kinds": [look._asdict() | {"used": kind in kinds} for kind, look in enumerate(KINDS)],
         "causes": [
-            {
-                "name": name,
-                "words": look.words,
-                "colour": look.colour,
-                "hatch": look.hatch,
-                "used": any(by.get(name, 0.0) > 0 for one in timelines for by in one.idle_by_cause),
-            }
+            {"name": name, "words": look.words, "colour": look.colour, "hatch": look.hatch, "used": name in causes}
             for name, look in CAUSES.items()
         ],
         "later": LATER,
         "tracks": {name: colour for name, colour in TRACKS.items() if name in tracks},
-        "timelines": [_timeline(name, one, end) for name, one in zip(names, timelines, strict=True)],
+        "timelines": [_timeline(name, one, end, numbers) for name, one in zip(names, timelines, strict=True)],
     }
 
 
-def _timeline(name: str, timeline: Timeline, end: float) -> dict[str, Any]:
+def _timeline(name: str, timeline: Timeline, end: float, numbers: bytearray) -> dict[str, Any]:
     schedule = timeline.schedule
-    bubbles = bubbles_by_rank(timeline)
-    critical: dict[int, list[int]] = {}
-    for span in timeline.critical_path:
-        critical.setdefault(span.rank, []).append(span)
     chunks = max(1, schedule.stages_per_rank)
+    critical: dict[int, list[float]] = {}
+    for span in timeline.critical_path:
+        critical.setdefault(span.rank, []).append(span.start)
     packed = {
-        "title": f"{name} ({timeline.kind})" if name == schedule.name else name,
+        "title": name if timeline.kind in name else f"{name} ({timeline.kind})",
         "name": schedule.name,
         "ranks": schedule.ranks,
         "step": timeline.step_time,
         "digits": len(str(schedule.micro_batches - 1)),
         "peaks": timeline.peak_activations,
         "shades": [[shade(kind, chunk, chunks) for chunk in range(chunks)] for kind in range(len(KINDS))],
-        "rows": [
-            _row(timeline, rank, bubbles[rank], critical.get(rank, []), end) for rank in _detailed(timeline)
-        ],
+        "rows": [_row(timeline, rank, critical.get(rank, []), end, numbers) for rank in _detailed(timeline)],
     }
     if schedule.ranks > MOST_ROWS:
         bands = min(BANDS, schedule.ranks)
         shares = np.rint(occupancy(timeline, bands, COLUMNS) * 255).clip(0, 255)
-        packed["overview"] = {"rows": bands, "columns": COLUMNS, "cells": _packed(shares, "u1")}
+        packed["overview"] = {"rows": bands, "columns": COLUMNS, "cells": _pack(numbers, shares, "u1")}
     return packed
 
 
@@ -194,40 +186,47 @@ def _detailed(timeline: Timeline) -> list[int]:
     return list(range(ranks)) if most >= ranks else np.linspace(0, ranks - 1, most).round().astype(int).tolist()
 
 
-def _row(timeline: Timeline, rank: int, bubbles: Sequence[Any], critical: Sequence[Span], end: float) -> dict[str, Any]:
-    work = row(timeline, rank)
-    times, live = timeline.memory(rank)
-    causes = list(CAUSES)
+def _row(timeline: Timeline, rank: int, critical: Sequence[float], end: float, numbers: bytearray) -> dict[str, Any]:
+    work, bubbles = row(timeline, rank), pieces(timeline, rank)
+    time, live = timeline.memory(rank)
 
-    def ticks(values: ArrayLike) -> str:
-        return _packed(np.rint(np.clip(np.asarray(values, dtype=np.float64) / end, 0.0, 1.0) * TICKS), "<u4")
+    def times(values: ArrayLike) -> list[int]:
+        share = np.clip(np.asarray(values, dtype=np.float64) / end, 0.0, 1.0)
+        return _pack(numbers, np.rint(share * TICKS), "<u4")
 
     return {
         "rank": rank,
         "idle": timeline.idle[rank],
-        "causes": [timeline.idle_by_cause[rank].get(cause, 0.0) for cause in causes],
+        "causes": [timeline.idle_by_cause[rank][cause] for cause in CAUSES],
         "stages": timeline.schedule.stages_of_rank(rank),
         "paired": work.paired,
-        "start": ticks(work.start),
-        "end": ticks(work.end),
-        "kind": _packed(work.kind, "u1"),
-        "stage": _packed(work.stage, "<u4"),
-        "batch": _packed(work.micro_batch, "<u4"),
-        "chunk": _packed(work.chunk, "u1"),
+        "start": times(work.start),
+        "end": times(work.end),
+        "kind": _pack(numbers, work.kind, "u1"),
+        "stage": _pack(numbers, work.stage, "<u4"),
+        "batch": _pack(numbers, work.micro_batch, "<u4"),
+        "chunk": _pack(numbers, work.chunk, "u1"),
         "bubbles": {
-            "start": ticks([bubble.start for bubble in bubbles]),
-            "end": ticks([bubble.end for bubble in bubbles]),
-            "cause": _packed([causes.index(bubble.cause) for bubble in bubbles], "u1"),
-            "waits": ",".join(bubble.waits_for or "" for bubble in bubbles),
+            "start": times(bubbles.start),
+            "end": times(bubbles.end),
+            "cause": _pack(numbers, bubbles.cause, "u1"),
+            "waits": _append(numbers, ",".join(waited_for(timeline, bubbles.waits_for)).encode()),
         },
-        "memory": {"time": ticks(times), "live": _packed(live, "<f4")},
+        "memory": {"time": times(time), "live": _pack(numbers, live, "<f4")},
         "extra": [
-            {"track": track, "start": ticks([span.start for span in spans]), "end": ticks([span.end for span in spans])}
+            {"track": track, "start": times([one.start for one in spans]), "end": times([one.end for one in spans])}
             for track, spans in beside(timeline, rank).items()
         ],
-        "critical": np.flatnonzero(np.isin(work.start, [span.start for span in critical])).tolist(),
+        "critical": np.flatnonzero(np.isin(work.start, critical)).tolist(),
     }
 
 
-def _packed(values: ArrayLike, form: str) -> str:
-    return base64.b64encode(np.asarray(values).astype(form).tobytes()).decode()
+def _pack(numbers: bytearray, values: ArrayLike, form: str) -> list[int]:
+    array = np.asarray(values).astype(form)
+    return [_append(numbers, array.tobytes())[0], array.size]
+
+
+def _append(numbers: bytearray, content: bytes) -> list[int]:
+    numbers.extend(bytes(-len(numbers) % 4))  # typed arrays begin at multiples of their size
+    numbers.extend(content)
+    return [len(numbers) - len(content), len(content)]

@@ -39,17 +39,17 @@ KINDS = (
 STEP = len(KINDS) - 1
 
 CAUSES = {
-    "warm-up": CauseLook("before its first backward", None, "/", "·", "."),
-    "drain": CauseLook("after its last forward", None, "\\", "∙", ","),
-    "dependency": CauseLook("waits for passes that take no longer than its own", None, "x", "░", ":"),
-    "imbalance": CauseLook("waits for a slower stage", "#D55E00", "|", "▒", "%"),
-    "reduction": CauseLook("gradients are reduced", "#009E73", "+", "┼", "+"),
+    "warm-up": CauseLook("before its first backward", None, "/", "╱", "/"),
+    "drain": CauseLook("after its last forward", None, "\\", "╲", "\\"),
+    "dependency": CauseLook("waits for passes that take no longer than its own", None, "x", "╳", "x"),
+    "imbalance": CauseLook("waits for a slower stage", "#D55E00", "|", "│", "|"),
+    "reduction": CauseLook("gradients are reduced", "#0072B2", "+", "┼", "+"),
     "link": CauseLook("a message is under way", "#CC79A7", "-", "╌", "~"),
-    "host": CauseLook("everything is ready, and nothing has begun", "#0072B2", ".", "╳", "?"),
+    "host": CauseLook("everything is ready, and nothing has begun", None, ".", "·", "."),
 }
 """The causes of idle time, each idle moment having exactly one."""
 
-TRACKS = {"reduce": "#009E73", "link": "#CC79A7"}
+TRACKS = {"reduce": "#0072B2", "link": "#CC79A7"}
 """What goes on beside a rank's own work."""
 
 LATER = "paler: the rank's later stages"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from schedules.action import actions_of, parse_entry
+from schedules.causes import NOBODY
 from schedules.schedule import Schedule
 from schedules.table import KIND, MICRO_BATCH, STAGE
 from schedules.timeline import Span, Timeline
 from schedules.views.palette import KINDS, STEP
-
-if TYPE_CHECKING:
-    from schedules.causes import Bubble
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -48,16 +47,21 @@ def row(timeline: Timeline, rank: int) -> Row:
     stages = np.array(schedule.stages_of_rank(rank))
     steps = [span for span in timeline.other if span.rank == rank and span.track == "step"]
     nothing = np.full(len(steps), NO_NUMBER)
-    columns = (
-        np.concatenate([timeline.start[rank][entry], [span.start for span in steps]]),
-        np.concatenate([timeline.end[rank][entry], [span.end for span in steps]]),
-        np.concatenate([table[:, KIND], np.full(len(steps), STEP)]).astype(np.int64),
-        np.concatenate([table[:, STAGE], nothing]).astype(np.int64),
-        np.concatenate([table[:, MICRO_BATCH], nothing]).astype(np.int64),
-        np.concatenate([np.searchsorted(stages, table[:, STAGE]), np.zeros(len(steps))]).astype(np.int64),
+    start = np.concatenate([timeline.start[rank][entry], [span.start for span in steps]])
+    order = np.argsort(start, kind="stable")
+
+    def merged(of_passes: ArrayLike, of_steps: ArrayLike) -> Integers:
+        return np.concatenate([np.asarray(of_passes, dtype=np.int64), np.asarray(of_steps, dtype=np.int64)])[order]
+
+    return Row(
+        start=start[order],
+        end=np.concatenate([timeline.end[rank][entry], [span.end for span in steps]])[order],
+        kind=merged(table[:, KIND], np.full(len(steps), STEP)),
+        stage=merged(table[:, STAGE], nothing),
+        micro_batch=merged(table[:, MICRO_BATCH], nothing),
+        chunk=merged(np.searchsorted(stages, table[:, STAGE]), np.zeros(len(steps))),
+        paired=len(np.unique(entry)) < len(entry),
     )
-    order = np.argsort(columns[0], kind="stable")
-    return Row(*(column[order] for column in columns), paired=len(np.unique(entry)) < len(entry))
 
 
 def beside(timeline: Timeline, rank: int) -> dict[str, list[Span]]:
@@ -69,12 +73,13 @@ def beside(timeline: Timeline, rank: int) -> dict[str, list[Span]]:
     return tracks
 
 
-def bubbles_by_rank(timeline: Timeline) -> list[list[Bubble]]:
-    """The idle stretches of each rank, in order of time."""
-    ranks: list[list[Bubble]] = [[] for _ in range(timeline.schedule.ranks)]
-    for bubble in timeline.bubbles:
-        ranks[bubble.rank].append(bubble)
-    return ranks
+def waited_for(timeline: Timeline, entries: Integers) -> list[str]:
+    """What the entries that bubbles wait for are called, as ``4F2`` or ``4F2 + 7B0``; empty for NOBODY."""
+    names = {NOBODY: ""}
+    for entry in np.unique(entries).tolist():
+        if entry != NOBODY:
+            names[entry] = " + ".join(map(str, actions_of(parse_entry(timeline.schedule.entry_text(entry)))))
+    return [names[entry] for entry in entries.tolist()]
 
 
 def memory_steps(timeline: Timeline, rank: int, resolution: float) -> tuple[Floats, Floats]:
@@ -126,7 +131,8 @@ def occupancy(timeline: Timeline, bands: int, columns: int) -> Floats:
             done = np.cumsum(np.stack([np.zeros_like(lasted), lasted], axis=1).ravel())
             until = np.interp(edges, times, done) if len(times) else np.zeros(columns + 1)
             cells[rank * bands // ranks, :, kind] += np.diff(until)
-    return cells / (counts[:, None, None] * (edges[1] - edges[0]))
+    cells /= counts[:, None, None] * (edges[1] - edges[0])
+    return cells
 
 
 def crowded(timeline: Timeline, per_time: float) -> bool:

@@ -1,8 +1,8 @@
 """A timeline in the terminal: one row a rank, to scale, readable in 80 columns, without colour and in plain ASCII.
 
-    rank                                                                      idle
-       0  F0F1F2F3············B0──F4B1──F5B2──F6B3──F7B4──░░B5──░░B6──░░B7──  27.3%
-       1  ··F0F1F2········B0──F3B1──F4B2──F5B3──F6B4──F7B5──░░B6──░░B7──∙∙∙∙  27.3%
+rank                                                                      idle
+   0  F0F1F2F3╱╱╱╱╱╱╱╱╱╱╱╱B0──F4B1──F5B2──F6B3──F7B4──╲╲B5──╲╲B6──╲╲B7──  27.3%
+   1  ╱╱F0F1F2╱╱╱╱╱╱╱╱B0──F3B1──F4B2──F5B3──F6B4──F7B5──╲╲B6──╲╲B7──╲╲╲╲  27.3%
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from schedules.causes import CAUSES as NAMES
+from schedules.causes import Pieces, pieces
 from schedules.table import KIND
 from schedules.timeline import Timeline
 from schedules.views.palette import CAUSES, KINDS, shade
 from schedules.views.picture import (
     MOST_ROWS,
     NO_NUMBER,
+    Floats,
     Row,
     amount,
-    bubbles_by_rank,
     crowded,
     duration,
     durations,
@@ -45,7 +47,7 @@ LABEL, IDLE = 6, 7
 ASCII = str.maketrans(
     {look.glyph: look.ascii for look in CAUSES.values()}
     | dict(zip(LEVELS, " .oO#", strict=True))
-    | {"─": "-", "×": "x", "−": "-", "–": "-", "µ": "u", "│": "|", "…": ".", "’": "'", "→": ">", "≈": "~"}
+    | {"─": "-", "×": "x", "µ": "u", "…": "."}
 )
 
 
@@ -78,7 +80,7 @@ def draw(
 
 
 def _columns_per_time(timelines: Sequence[Timeline], columns: int) -> float:
-    """The scale: the longest step fills the width, or nearly, if then the shortest pass has a whole number of columns."""
+    """The scale: the longest step fills the width, or nearly if the shortest pass then has whole columns."""
     longest = max(one.step_time for one in timelines)
     lengths = np.concatenate([end - start for one in timelines for start, end in zip(one.start, one.end, strict=True)])
     shortest = lengths[lengths > 0].min(initial=np.inf)
@@ -93,26 +95,23 @@ def _rows(timeline: Timeline, scale: float, columns: int, colour: bool) -> Itera
     if crowded(timeline, scale / SHORTEST):
         yield from _overview(timeline, scale, columns, colour)
         return
-    bubbles = bubbles_by_rank(timeline)
-    centres = (np.arange(columns) + 0.5) / scale if scale else np.full(columns, np.inf)
+    centres: Floats = np.asarray((np.arange(columns) + 0.5) / (scale or np.nan), dtype=np.float64)
     for rank, idle in enumerate(timeline.idle):
         work = row(timeline, rank)
         cells = [" "] * columns
-        _fill_bubbles(cells, [(bubble.start, bubble.end, bubble.cause) for bubble in bubbles[rank]], centres, colour)
+        _fill_bubbles(cells, pieces(timeline, rank), centres, colour)
         _fill_work(cells, work, centres, timeline.schedule.stages_of_rank(rank), colour)
         yield f"{rank:>{LABEL - 2}}  {''.join(cells)}{100 * idle:>{IDLE - 1}.1f}%"
 
 
-def _fill_bubbles(
-    cells: list[str], bubbles: Sequence[tuple[float, float, str]], centres: np.ndarray, colour: bool
-) -> None:
-    for start, end, cause in bubbles:
-        glyph = CAUSES[cause].glyph
-        for column in range(*np.searchsorted(centres, (start, end)).tolist()):
-            cells[column] = f"\x1b[2m{glyph}\x1b[0m" if colour else glyph
+def _fill_bubbles(cells: list[str], bubbles: Pieces, centres: Floats, colour: bool) -> None:
+    columns = np.searchsorted(centres, np.stack([bubbles.start, bubbles.end], axis=1)).tolist()
+    for cause, (first, behind) in zip(bubbles.cause.tolist(), columns, strict=True):
+        glyph = CAUSES[NAMES[cause]].glyph
+        cells[first:behind] = [f"\x1b[2m{glyph}\x1b[0m" if colour else glyph] * (behind - first)
 
 
-def _fill_work(cells: list[str], work: Row, centres: np.ndarray, stages: tuple[int, ...], colour: bool) -> None:
+def _fill_work(cells: list[str], work: Row, centres: Floats, stages: tuple[int, ...], colour: bool) -> None:
     """A column belongs to the pass that runs at its middle, so what is drawn is to scale."""
     first = np.searchsorted(centres, work.start).tolist()
     last = np.searchsorted(centres, work.end).tolist()
@@ -155,11 +154,8 @@ def _overview(timeline: Timeline, scale: float, columns: int, colour: bool) -> I
     for band, busy in enumerate(shares):
         members = np.flatnonzero(band_of_rank == band)
         cells = "".join(_mixed(cell) if colour else LEVELS[min(4, int(cell.sum() * 4 + 0.5))] for cell in busy)
-        label = f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0])
-        padding = " " * (columns - drawn)
-        yield f"{label:>{LABEL - 2}}  "[-max(LABEL, len(label) + 1) :] + cells + padding + (
-            f"{100 * idle[members].mean():>{IDLE - 1}.1f}%"
-        )
+        label = f"{members[0]:>{LABEL - 2}}{'… ' if len(members) > 1 else '  '}"
+        yield f"{label}{cells}{' ' * (columns - drawn)}{100 * idle[members].mean():>{IDLE - 1}.1f}%"
 
 
 def _axis(timelines: Sequence[Timeline], scale: float, unit: str) -> str:
@@ -213,7 +209,7 @@ def _legend(timelines: Sequence[Timeline], width: int, crowds: Sequence[bool]) -
 def _wrapped(words: str, width: int) -> list[str]:
     """Lines of at most ``width``, a number and its unit together."""
     held = re.sub(r"(?<=\d) (?=%|s\b|ms\b|µs\b)", "\xa0", words)
-    return [line.replace("\xa0", " ") for line in textwrap.wrap(held, width)]
+    return [line.replace("\xa0", " ") for line in textwrap.wrap(held, width, break_on_hyphens=False)]
 
 
 def _painted(character: str, fill: str) -> str:
@@ -222,7 +218,7 @@ def _painted(character: str, fill: str) -> str:
     return f"\x1b[48;2;{red};{green};{blue};38;2;21;24;28m{' ' if character == '─' else character}\x1b[0m"
 
 
-def _mixed(shares: np.ndarray) -> str:
+def _mixed(shares: Floats) -> str:
     """A column in the mixture of the colours of what runs in it, grey where nothing does."""
     colours = np.array([[int(look.colour[i : i + 2], 16) for i in (1, 3, 5)] for look in KINDS])
     mixed = shares @ colours + (1 - shares.sum()) * np.array([96, 96, 96])

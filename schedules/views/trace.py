@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from schedules.action import actions_of
+from schedules.causes import CAUSES as NAMES
+from schedules.causes import pieces
 from schedules.timeline import Timeline
 from schedules.views.palette import CAUSES, KINDS
-from schedules.views.picture import beside, bubbles_by_rank, headings, stack
+from schedules.views.picture import beside, headings, stack, waited_for
 
 MICROSECONDS = 1e6
 MOST_ARROWS = 50_000
@@ -26,9 +28,7 @@ WORDS = {look.name: look.words for look in KINDS}
 Event = dict[str, Any]
 
 
-def write(
-    timeline: Timeline, path: str | Path, *, over: Timeline | Sequence[Timeline] = (), unit: str = "s"
-) -> None:
+def write(timeline: Timeline, path: str | Path, *, over: Timeline | Sequence[Timeline] = (), unit: str = "s") -> None:
     """Write the trace, one event a line; see ``events``. The format knows no other unit than seconds."""
     with Path(path).open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
@@ -47,14 +47,11 @@ def events(timeline: Timeline, *, over: Timeline | Sequence[Timeline] = ()) -> I
     timelines = stack(timeline, over)
     first = 0
     for heading, one in zip(headings(timelines), timelines, strict=True):
-        bubbles = bubbles_by_rank(one)
         for rank in range(one.schedule.ranks):
             process = first + rank
             yield from _names(process, f"{heading} rank {rank}", (*TRACKS, *beside(one, rank)))
             yield from _work(one, rank, process)
-            for bubble in bubbles[rank]:
-                why = {"why": CAUSES[bubble.cause].words, "waits for": bubble.waits_for or ""}
-                yield _span(process, 1, bubble.cause, bubble.start, bubble.end, why)
+            yield from _bubbles(one, rank, process)
             for thread, spans in enumerate(beside(one, rank).values(), start=len(TRACKS)):
                 for span in spans:
                     yield _span(process, thread, span.action, span.start, span.end, {})
@@ -83,6 +80,14 @@ def _work(timeline: Timeline, rank: int, process: int) -> Iterator[Event]:
     for span in timeline.other:
         if span.rank == rank and span.track == "step":
             yield _span(process, 0, span.action, span.start, span.end, {})
+
+
+def _bubbles(timeline: Timeline, rank: int, process: int) -> Iterator[Event]:
+    found = pieces(timeline, rank)
+    columns = (found.start.tolist(), found.end.tolist(), found.cause.tolist(), waited_for(timeline, found.waits_for))
+    for start, end, cause, waits_for in zip(*columns, strict=True):
+        why = {"why": CAUSES[NAMES[cause]].words, "waits for": waits_for}
+        yield _span(process, 1, NAMES[cause], start, end, why)
 
 
 def _span(process: int, thread: int, name: str, start: float, end: float, details: dict[str, str]) -> Event:

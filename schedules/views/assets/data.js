@@ -3,42 +3,43 @@
 
 const page = JSON.parse(document.getElementById("data").textContent);
 
-function unpack(text, Type) {
-  const raw = atob(text);
-  const bytes = new Uint8Array(raw.length);
-  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
-  return new Type(bytes.buffer);
+// Fill the rows of all timelines from the packed numbers.
+async function unpack() {
+  const packed = Uint8Array.from(atob(document.getElementById("numbers").textContent), letter => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const numbers = await new Response(stream).arrayBuffer();
+  page.timelines.forEach((timeline, index) => {
+    timeline.index = index;
+    timeline.rows = timeline.rows.map(row => unpackRow(row, numbers));
+    timeline.typical = shortSpan(timeline.rows);
+    if (timeline.overview) timeline.overview.cells = new Uint8Array(numbers, ...timeline.overview.cells);
+  });
 }
 
-// Times cross as whole ticks of 1 / (2^32 - 1) of the time axis: half the size of doubles, finer than any screen.
-function times(text) {
-  return Float64Array.from(unpack(text, Uint32Array), tick => tick * (page.end / 4294967295));
-}
-
-function unpackRow(row) {
-  const bubbles = row.bubbles;
+function unpackRow(row, numbers) {
+  // Times are whole ticks of 1 / (2^32 - 1) of the time axis.
+  const times = place => Float64Array.from(new Uint32Array(numbers, ...place), tick => tick * (page.end / 4294967295));
+  const { bubbles, memory } = row;
   return {
     ...row,
     start: times(row.start), end: times(row.end),
-    stage: unpack(row.stage, Uint32Array), batch: unpack(row.batch, Uint32Array),
-    kind: unpack(row.kind, Uint8Array), chunk: unpack(row.chunk, Uint8Array),
+    stage: new Uint32Array(numbers, ...row.stage), batch: new Uint32Array(numbers, ...row.batch),
+    kind: new Uint8Array(numbers, ...row.kind), chunk: new Uint8Array(numbers, ...row.chunk),
     bubbles: {
-      start: times(bubbles.start), end: times(bubbles.end), cause: unpack(bubbles.cause, Uint8Array),
-      waits: bubbles.waits ? bubbles.waits.split(",") : [],
+      start: times(bubbles.start), end: times(bubbles.end), cause: new Uint8Array(numbers, ...bubbles.cause),
+      waits: new TextDecoder().decode(new Uint8Array(numbers, ...bubbles.waits)).split(","),
     },
-    memory: { time: times(row.memory.time), live: unpack(row.memory.live, Float32Array) },
+    memory: { time: times(memory.time), live: new Float32Array(numbers, ...memory.live) },
     extra: row.extra.map(track => ({ ...track, start: times(track.start), end: times(track.end) })),
     critical: new Set(row.critical),
   };
 }
 
-page.timelines.forEach((timeline, index) => {
-  timeline.index = index;
-  timeline.rows = timeline.rows.map(unpackRow);
-  const lengths = timeline.rows.flatMap(row => Array.from(row.end.subarray(0, 2000), (end, i) => end - row.start[i]));
-  timeline.typical = lengths.sort((a, b) => a - b)[Math.floor(lengths.length * 0.1)] || 0; // a short span
-  if (timeline.overview) timeline.overview.cells = unpack(timeline.overview.cells, Uint8Array);
-});
+// A length that nine of ten passes reach.
+function shortSpan(rows) {
+  const lengths = rows.flatMap(row => Array.from(row.end.subarray(0, 2000), (end, i) => end - row.start[i]));
+  return lengths.sort((a, b) => a - b)[Math.floor(lengths.length / 10)] || 0;
+}
 
 // The first index whose value is greater than `limit` in a sorted array.
 function after(sorted, limit) {
@@ -77,9 +78,9 @@ function memoryAt(row, time) {
   return i < 0 ? 0 : row.memory.live[i];
 }
 
-// Where an action such as "1F3" lies in a timeline: [row, index], or null when its rank is not shown in detail.
+// Where an action such as "1F3" (of "1F3 + 2B0" the first) lies in a timeline: [row, index], or null when its rank is not shown in detail.
 function find(timeline, action) {
-  const parts = /^(\d+)([A-Z])(\d+)$/.exec(action || "");
+  const parts = /(\d+)([A-Z])(\d+)/.exec(action || "");
   if (!parts) return null;
   const kind = page.kinds.findIndex(one => one.name === parts[2]);
   const stage = Number(parts[1]), batch = Number(parts[3]);

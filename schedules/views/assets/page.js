@@ -150,7 +150,8 @@ function drawOverview(timeline) {
   const pen = surface(canvas, width(), height + 20);
   pen.font = font(13, 650);
   pen.fillStyle = css("--ink");
-  pen.fillText(`${timeline.title}: all ${timeline.ranks} ranks`, 0, 8);
+  const some = timeline.rows.length < timeline.ranks ? `, ${timeline.rows.length} of them in detail below` : "";
+  pen.fillText(`${timeline.title}: all ${timeline.ranks} ranks${some}`, 0, 8);
   const box = { x: GUTTER.left, y: 20, width: inner(), height };
   paintShares(pen, cells, rows, columns, { ...box, width: box.width * (timeline.step / page.end) }, 255);
   pen.font = font(11);
@@ -361,7 +362,7 @@ function drawLegend() {
   $("legend").replaceChildren(...entries.map(([letter, words, paint, title]) => {
     const item = document.createElement("li"), swatch = document.createElement("canvas");
     item.title = title || words;
-    item.append(swatch, letter ? `${letter} ${words}` : words);
+    item.append(swatch, letter.length === 1 ? `${letter} ${words}` : words);
     const pen = surface(swatch, 22, 13);
     pen.fillStyle = paint(pen);
     pen.fillRect(0, 0, 22, 13);
@@ -389,8 +390,10 @@ function addOverviews() {
   }
 }
 
-$("by-rank").hidden = page.timelines.length < 2;
-$("critical").hidden = !page.timelines.some(timeline => timeline.rows.some(row => row.critical.size));
-addOverviews();
-listen();
-document.documentElement.dataset.ready = "true";
+unpack().then(() => {
+  $("by-rank").hidden = page.timelines.length < 2;
+  $("critical").hidden = !page.timelines.some(timeline => timeline.rows.some(row => row.critical.size));
+  addOverviews();
+  listen();
+  document.documentElement.dataset.ready = "true";
+});

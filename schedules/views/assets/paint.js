@@ -70,12 +70,16 @@ function paintAxis(pen, box, view, scale) {
   }
 }
 
-// One row of a rank. Where spans are narrower than two pixels each pixel shows the mixture of what runs in it.
+// One row of a rank. Where spans are narrower than two pixels each pixel shows the mixture of what runs in it,
+// and only the wider bubbles are hatched.
 function paintRow(pen, row, y, height, view, scale, { patterns, shades, digits }) {
   const first = after(row.end, view.from);
-  let last = after(row.start, view.to);
+  const last = after(row.start, view.to);
   const pixels = scale(view.to) - scale(view.from);
-  if (last - first > pixels / 2) return paintMixture(pen, row, first, last, y, height, view, scale);
+  if (last - first > pixels / 2) {
+    paintMixture(pen, row, first, last, y, height, view, scale);
+    return paintBubbles(pen, row.bubbles, y, height, view, scale, patterns, 4);
+  }
   paintBubbles(pen, row.bubbles, y, height, view, scale, patterns);
   const named = (row.typical * pixels) / (view.to - view.from) > 40;
   const left = scale(view.from), right = scale(view.to);
@@ -90,19 +94,20 @@ function paintRow(pen, row, y, height, view, scale, { patterns, shades, digits }
     const label = row.kind[i] === STEP ? "step" : named && partner < 0 ? actionText(row, i) : String(row.batch[i]);
     // A number has the room of the longest one, so that all of a kind are shown or none.
     if (half >= 9 && width >= (half >= 15 ? 6.2 : 5.2) * Math.max(digits, label.length) + 1.5) {
-      pen.font = font(half >= 15 ? 11 : 9);
+      pen.font = font(half < 15 ? 9 : width < 7 * label.length + 3 ? 10 : 11);
       pen.fillStyle = INK;
       pen.fillText(label, x + width / 2, top + half / 2 + 0.5);
     }
   }
 }
 
-function paintBubbles(pen, bubbles, y, height, view, scale, patterns) {
+function paintBubbles(pen, bubbles, y, height, view, scale, patterns, least = 0) {
   const left = scale(view.from), right = scale(view.to);
   pen.textAlign = "center";
   pen.font = font(height >= 20 ? 11 : 9);
   for (let i = after(bubbles.end, view.from); i < bubbles.end.length && bubbles.start[i] < view.to; i++) {
     const x = Math.max(left, scale(bubbles.start[i])), width = Math.min(right, scale(bubbles.end[i])) - x;
+    if (width < least) continue;
     pen.fillStyle = patterns[bubbles.cause[i]];
     pen.fillRect(x, y, width, height);
     const name = page.causes[bubbles.cause[i]].name, room = pen.measureText(name).width;
