@@ -149,8 +149,8 @@ class RankDied(LinkError):
     def __str__(self) -> str:
         lost = "another rank" if self.peer is None else f"rank {self.peer}"
         return (
-            f"rank {self.rank} lost its connection to {lost} {self.what}: "
-            "that process has ended or given up; its own output says why"
+            f"rank {self.rank} waited {self.what}, but {lost} is gone: "
+            "it has ended or given up, and its own output says why"
         )
 
 
@@ -178,4 +178,5 @@ class Aborted(LinkError):
         self.failed = failed
 
     def __str__(self) -> str:
-        return f"rank {self.rank} was stopped, because rank {self.failed} raised"
+        cause = f"rank {self.failed} raised" if self.failed >= 0 else "run_local was interrupted"
+        return f"rank {self.rank} was stopped, because {cause}"

@@ -85,7 +85,7 @@ class DistributedGroup:
         try:
             return function(*arguments, group=self.process_group, **options)
         except RuntimeError as error:
-            raise self.failure(error, call, self.limit) from error
+            raise self.failure(error, call, self.limit) from None
 
     def failure(self, error: RuntimeError, call: str, limit: timedelta) -> Exception:
         """What an error of the backend means."""
@@ -117,6 +117,6 @@ class _Collective:
             else:  # on an accelerator the current stream waits, and the backend has its own timeout
                 self._work.wait()
         except RuntimeError as error:
-            raise self._group.failure(error, self._call, limit) from error
+            raise self._group.failure(error, self._call, limit) from None
         self._started.discard(self)
         self._work = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.device import on_host, transfer_backend
 from pipeline.errors import LinkError, RankDied, TransferTimeout
-from pipeline.links.protocol import Pending, wait_text
+from pipeline.links.protocol import Pending, not_a_peer, wait_text
 
 __all__ = ["PairLink", "TaggedLink", "translated"]
 
@@ -36,7 +36,7 @@ class _Transfer:
         try:
             work.wait(limit)
         except RuntimeError as error:
-            raise self._link.failure(error, self._peer, self._lane, self._sending, limit) from error
+            raise self._link.failure(error, self._peer, self._lane, self._sending, limit) from None
         self._work = None
 
 
@@ -47,53 +47,53 @@ class TaggedLink:
     each message what cannot change.
     """
 
-    __slots__ = ("_group", "limit", "rank", "ranks")
+    __slots__ = ("_group", "_peers", "limit", "rank", "ranks")
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: int, timeout: float) -> None:
         self._group = group
         self.rank = rank
         self.ranks = ranks
         self.limit = timedelta(seconds=timeout)
+        self._peers = frozenset(range(ranks)) - {rank}
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Nothing to prepare: every process is connected to every other from the start."""
 
     def send(self, peer: int, tensor: Tensor, lane: int) -> Pending:
+        if peer not in self._peers:  # of which the backend would not complain, but wait
+            raise not_a_peer(self.rank, self.ranks, peer)
         try:
             return _Transfer(self._group.send([tensor], peer, lane), self, peer, lane, True)
         except RuntimeError as error:
-            raise self.failure(error, peer, lane, True, self.limit) from error
+            raise self.failure(error, peer, lane, True, self.limit) from None
 
     def receive(self, peer: int, buffer: Tensor, lane: int) -> Pending:
+        if peer not in self._peers:
+            raise not_a_peer(self.rank, self.ranks, peer)
         try:
             return _Transfer(self._group.recv([buffer], peer, lane), self, peer, lane, False)
         except RuntimeError as error:
-            raise self.failure(error, peer, lane, False, self.limit) from error
+            raise self.failure(error, peer, lane, False, self.limit) from None
 
     def failure(self, error: RuntimeError, peer: int, lane: int, sending: bool, limit: timedelta) -> LinkError:
         """What an error of the backend means."""
-        if peer == self.rank or not 0 <= peer < self.ranks:
-            return LinkError(
-                f"rank {self.rank} of {self.ranks} cannot exchange a message with rank {peer}: "
-                "the peer must be another rank of the world"
-            )
         return translated(error, self.rank, peer, lane, wait_text(sending, peer, lane), limit)
 
 
 class PairLink:
     """Tensors on an accelerator: a group of two ranks for each direction in which a pair exchanges messages.
 
-    Such groups know no tags, and run what is queued on them in order, each on a stream of its own.  With
-    one for each direction no message waits for one of the other direction, and those of one direction wait
-    only for each other, in an order that the two ranks agree on.  Tensors in host memory go by the tagged
-    link.
+    Such groups know no tags, and run what is queued on them in order, each on a stream of its own.  With one
+    for each direction no message waits for one of the other direction, and those of one direction wait only
+    for each other, in an order that the two ranks agree on.  Tensors in host memory go by the tagged link.
     """
 
-    __slots__ = ("_device", "_from", "_made", "_tagged", "_to", "rank", "ranks")
+    __slots__ = ("_device", "_from", "_made", "_tagged", "_to", "limit", "rank", "ranks")
 
     def __init__(self, tagged: TaggedLink, device: torch.device) -> None:
         self.rank = tagged.rank
         self.ranks = tagged.ranks
+        self.limit = tagged.limit
         self._tagged = tagged
         self._device = device
         self._made: set[tuple[int, int]] = set()
@@ -102,9 +102,8 @@ class PairLink:
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         for source, destination in sorted(set(pairs) - self._made):
-            group = dist.new_group(
-                [source, destination], backend=transfer_backend(self._device), timeout=self._tagged.limit
-            )
+            backend = transfer_backend(self._device)
+            group = dist.new_group([source, destination], backend=backend, timeout=self.limit)
             if source == self.rank:
                 self._to[destination] = group
             elif destination == self.rank:
@@ -114,14 +113,22 @@ class PairLink:
     def send(self, peer: int, tensor: Tensor, lane: int) -> Pending:
         if on_host(tensor):
             return self._tagged.send(peer, tensor, lane)
+        return self.queue_send(peer, tensor)
+
+    def receive(self, peer: int, buffer: Tensor, lane: int) -> Pending:
+        if on_host(buffer):
+            return self._tagged.receive(peer, buffer, lane)
+        return self.queue_receive(peer, buffer)
+
+    def queue_send(self, peer: int, tensor: Tensor) -> Pending:
+        """Send over the pair's own connection, wherever the tensor is."""
         group = self._to.get(peer)
         if group is None:
             raise self._unconnected(self.rank, peer)
         return _Queued(group.send([tensor], int(peer > self.rank), 0), tensor)
 
-    def receive(self, peer: int, buffer: Tensor, lane: int) -> Pending:
-        if on_host(buffer):
-            return self._tagged.receive(peer, buffer, lane)
+    def queue_receive(self, peer: int, buffer: Tensor) -> Pending:
+        """Receive over the pair's own connection, wherever the buffer is."""
         group = self._from.get(peer)
         if group is None:
             raise self._unconnected(peer, self.rank)
@@ -155,6 +162,8 @@ def translated(
 ) -> LinkError:
     """What an error of the backend means; ``what`` completes "rank 0 waits ..."."""
     text = str(error).lower()
+    if "pair closure" in text:
+        return LinkError(f"rank {rank} waited {what}, but can exchange nothing since it gave up an earlier wait")
     if "timed out" in text or "timeout" in text:
         return TransferTimeout(rank, peer, lane, what, limit.total_seconds())
     if any(sign in text for sign in _SIGNS_OF_DEATH):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, LinkError, MessageMismatch, RankDied
 from pipeline.links.local_group import LocalGroup
-from pipeline.links.protocol import own_part, wait_text
+from pipeline.links.protocol import lane_name, not_a_peer, own_part, wait_text
 from pipeline.links.threads import Ticket, World
 from pipeline.watch import Board
 
@@ -60,12 +60,18 @@ class _Channel:
         with self.lock:
             queue = self.queue
             if queue and queue[0].done:  # it has given up, and stands there for good
-                mine.complete(RankDied(rank, self.peer(rank), self.lane, self.wait_text(rank)))
+                mine.complete(self._gave_up(rank, queue[0].rank))
             elif not queue or queue[0].rank == rank:
                 queue.append(mine)
             else:
                 self._meet(mine, queue.popleft())
         return mine
+
+    def _gave_up(self, rank: int, who: int) -> LinkError:
+        what = self.wait_text(rank)
+        if who != rank:
+            return RankDied(rank, who, self.lane, what)
+        return LinkError(f"rank {rank} waited {what}, but can exchange nothing since it gave up an earlier wait")
 
     def _meet(self, mine: Ticket, other: Ticket) -> None:
         sent, posted = (mine, other) if mine.rank == self.source else (other, mine)
@@ -78,7 +84,7 @@ class _Channel:
             mine.complete()
             return
         text = (
-            f"on lane {self.lane} rank {self.source} sent {_form(message)}, "
+            f"on lane {lane_name(self.lane)} rank {self.source} sent {_form(message)}, "
             f"but rank {self.destination} had posted {_form(buffer)}"
         )
         other.complete(MessageMismatch(text))
@@ -122,10 +128,7 @@ class LocalLink:
 
     def _open(self, source: int, destination: int, lane: int, peer: int) -> _Channel:
         if peer == self.rank or not 0 <= peer < self.ranks:
-            raise LinkError(
-                f"rank {self.rank} of {self.ranks} cannot exchange a message with rank {peer}: "
-                "the peer must be another rank of the world"
-            )
+            raise not_a_peer(self.rank, self.ranks, peer)
         key = (source, destination, lane)
         with self._world.lock:
             if key not in self._world.shared:

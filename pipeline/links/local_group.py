@@ -83,7 +83,7 @@ class LocalGroup:
         self._world_rank = world_rank
         self._round = 0
         with world.lock:
-            self._meeting: _Meeting = world.shared.setdefault(ranks, _Meeting())
+            self._meeting: _Meeting = world.shared.setdefault(("group", ranks), _Meeting())
 
     def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Ticket:
         return self._meet(f"all_reduce of {_form(tensor)}", tensor, _sum, async_op)[1]

@@ -20,6 +20,8 @@ __all__ = [
     "Link",
     "Pending",
     "Transport",
+    "lane_name",
+    "not_a_peer",
     "own_part",
     "wait_text",
 ]
@@ -157,7 +159,16 @@ def own_part(parts: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
     raise LinkError(f"rank {rank} is in none of the parts {[list(part) for part in parts]}; each rank must be in one")
 
 
+def not_a_peer(rank: int, ranks: int, peer: int) -> LinkError:
+    return LinkError(
+        f"rank {rank} of {ranks} cannot exchange a message with rank {peer}: the peer must be another rank of the world"
+    )
+
+
 def wait_text(sending: bool, peer: int, lane: int) -> str:
     """What a rank waits for in a transfer: completes "rank 0 waits ..."."""
-    way = "to send to" if sending else "to receive from"
-    return f"{way} rank {peer} on lane {_LANE_NAMES.get(lane, lane)}"
+    return f"{'to send to' if sending else 'to receive from'} rank {peer} on lane {lane_name(lane)}"
+
+
+def lane_name(lane: int) -> str:
+    return _LANE_NAMES.get(lane, str(lane))
