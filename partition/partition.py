@@ -47,12 +47,12 @@ class Partition:
         return bisect_right(self.cuts, layer) - 1
 
     def __str__(self) -> str:
-        """ "0-2 | 3 | - | 4-7": the layers of every part."""
+        """The layers of every part, as in 0-2 | 3 | - | 4-7."""
         return " | ".join(ranges(self.layers_of(part)) or "-" for part in range(self.parts))
 
 
 def ranges(numbers: range | list[int]) -> str:
-    """ "0-2, 5" for 0, 1, 2, 5: rising numbers with runs written as one."""
+    """Rising numbers with runs written as one: 0-2, 5 for 0, 1, 2, 5."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -7,8 +7,9 @@ stages a rank, cuts with equal rank sums differ by up to a tenth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations, pairwise
 
 from partition.costs import Profile
 from partition.partition import Partition
@@ -20,8 +21,8 @@ Cuts = tuple[int, ...]
 ACTIONS = 100_000
 """Simulate about this many actions in all, a fraction of a second."""
 
-TRIALS = 400
-"""And never more than this many partitions."""
+TRIALS = 250
+"""And no more than this many partitions."""
 
 GAIN = 1e-9
 """A step that is shorter by less than this share is not shorter."""
@@ -30,13 +31,13 @@ GAIN = 1e-9
 def quickest(
     profile: Profile, schedule: Schedule, starts: Sequence[Cuts], fit: Callable[[Cuts], bool] | None = None
 ) -> Cuts:
-    """The best of ``starts`` by simulated step time, then improved by moving cuts by a layer while that
-    helps.
+    """The cuts with the shortest simulated step: of all there are if these are few, else of those near ``starts``.
 
-    The first of ``starts`` is kept when nothing is quicker. ``fit`` says whether other cuts keep within
-    memory. Deterministic: the work is limited by number, not by time, so that for very large schedules only
-    the starts are compared.
+    Near are those that moves of one layer lead to, each making the step shorter. The first of ``starts`` is kept
+    where nothing is quicker. ``fit`` says whether other cuts keep within memory. Deterministic: the work is limited
+    by number, not by time; for very large schedules only the starts are compared.
     """
+    layers, parts = starts[0][-1], len(starts[0]) - 1
     trials = max(len(starts), min(TRIALS, ACTIONS // max(len(schedule.actions), 1)))
     known: dict[Cuts, float] = {}
 
@@ -45,16 +46,19 @@ def quickest(
             known[cuts] = predict_timeline(profile, Partition(cuts), schedule).step_time
         return known[cuts]
 
-    best = min(starts, key=seconds)
-    improved = True
-    while improved:
-        improved = False
-        for cuts in neighbours(best):
-            if cuts not in known and len(known) >= trials:
-                return best
+    def quicker(candidates: Iterable[Cuts]) -> Iterator[Cuts]:
+        for cuts in candidates:
+            if len(known) >= trials:
+                return
             if (fit is None or fit(cuts)) and seconds(cuts) < seconds(best) * (1 - GAIN):
-                best, improved = cuts, True
-                break
+                yield cuts
+
+    best = min(starts, key=seconds)
+    if math.comb(layers - 1, parts - 1) <= trials:
+        every = ((0, *inner, layers) for inner in combinations(range(1, layers), parts - 1))
+        return min((best, *quicker(every)), key=seconds)
+    while (nearer := next(quicker(neighbours(best)), None)) is not None:
+        best = nearer
     return best
 
 

@@ -8,13 +8,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from partition.errors import FewerLayersThanStages, OutOfMemory, PartitionError
 from partition.split_chunks import Load, split_chunks
-from partition.split_line import reachable, split_line
+from partition.split_line import ROUNDING, reachable, split_line
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-ROUNDING = 1e-12
-"""A part may exceed its memory cap by this share: what adding floats in another order changes."""
 
 
 def split(
@@ -34,8 +31,8 @@ def split(
 
     The result has the smallest bottleneck, the largest sum of a rank; among those the most even rank sums,
     that is the least sum of squares; then, where a rank carries several parts, the most even parts; ties go
-    to earlier cuts. With one part a rank it is exact, otherwise as far as ``split_chunks`` says. Weights are
-    rounded to 15 digits of their sum. If all are 0, layers are counted.
+    to earlier cuts. With one part a rank it is exact, otherwise as far as ``split_chunks`` says. Sums that differ
+    by less than 1e-12 of them are equal. If all weights are 0, layers are counted.
 
     rank_of_part: (parts,), the rank that carries each part; part s is on rank s % (parts / stages_per_rank)
     unless given. memory: (layers,), or (parts, layers) where a layer needs more in one part than in another,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from partition.split_line import split_line
+from partition.split_line import ROUNDING, split_line
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -22,8 +22,8 @@ STATES = 1 << 16
 MOVES = 2048
 """A turn of the local search looks at about this many pairs of moves."""
 
-ROUNDING = 1e-12
-"""Sums of squares that differ by this share may be equal."""
+TURNS = 1000
+"""The local search ends after this many turns. It needs far fewer: but for rounding, every one gains something."""
 
 
 class Load(NamedTuple):
@@ -99,18 +99,21 @@ def score(load: Load, cuts: Ints) -> Score:
 
 def best_of(load: Load, cuts: Ints) -> Ints:
     """The best of some splits, the first of equals."""
-    best: Ints = cuts[np.lexsort(score(load, cuts)[::-1])[0]]
+    left = np.arange(len(cuts))
+    for field in score(load, cuts):
+        left = left[field[left] <= field[left].min() * (1 + ROUNDING)]
+    best: Ints = cuts[left[0]]
     return best
 
 
 def settle(load: Load, cuts: Ints) -> Ints:
     """Local search: the best change of one cut, or of two by a layer or two, until none helps."""
-    # Every turn but the last finds a strictly better split: equal ones stand behind ``cuts``.
-    while True:
+    for _ in range(TURNS):
         best = best_of(load, np.concatenate((cuts[None], changes(load, cuts))))
         if (best == cuts).all():
-            return cuts
+            break
         cuts = best
+    return cuts
 
 
 def changes(load: Load, cuts: Ints) -> Ints:
@@ -151,11 +154,12 @@ class Goal(NamedTuple):
     """What a split has to reach."""
 
     ceiling: int
-    """No rank may carry more."""
+    """No rank may carry more: the bottleneck with an allowance for rounding."""
+    bottleneck: int
     squares: float
-    """Nor may the squares be more, where the ceiling cannot be lower."""
+    """The sum of squares may not be more, unless the bottleneck is lower."""
     is_least: bool
-    """Whether no split has a lower ceiling."""
+    """Whether no split has a lower bottleneck."""
 
 
 class Begun(NamedTuple):
@@ -172,10 +176,11 @@ def goal_of(load: Load, known: Ints) -> Goal:
     reached = score(load, known[None])
     total = int(load.sums[-1])
     if reached.excess[0] > 0:
-        return Goal(total, np.inf, False)
-    ceiling = int(reached.bottleneck[0])
+        return Goal(total, total, np.inf, False)
+    bottleneck = int(reached.bottleneck[0])
     least = max(-(-total // load.ranks), int(np.diff(load.sums).max()))
-    return Goal(ceiling, float(reached.squares[0]) * (1 + ROUNDING), ceiling == least)
+    squares = float(reached.squares[0]) * (1 + ROUNDING)
+    return Goal(int(bottleneck * (1 + ROUNDING)), bottleneck, squares, bottleneck == least)
 
 
 def ends(load: Load, goal: Goal, begun: Begun, part: int) -> tuple[Ints, Ints]:
@@ -222,6 +227,6 @@ def hopeful(load: Load, goal: Goal, begun: Begun, part: int) -> Begun:
     done = begun.loads[:, finished].astype(np.float64)
     rest = load.sums[-1] - done.sum(axis=1)
     squares = np.sum(done**2, axis=1) + rest**2 / max(load.ranks - int(finished.sum()), 1)
-    at_ceiling = goal.is_least | (begun.loads.max(axis=1) == goal.ceiling)
-    kept = (begun.held <= 1).all(axis=1) & (~at_ceiling | (squares <= goal.squares))
+    no_gain = goal.is_least | (begun.loads.max(axis=1) >= goal.bottleneck)
+    kept = (begun.held <= 1).all(axis=1) & (~no_gain | (squares <= goal.squares))
     return Begun(*(field[kept] for field in begun))

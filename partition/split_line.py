@@ -15,6 +15,9 @@ from partition.split_bound import good_split, reach_of_best
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+ROUNDING = 1e-12
+"""Bottlenecks that differ by this share are equal: 0.1 + 0.2 is no more than 0.3."""
+
 DENSE = 1 << 14
 """Up to this many (previous cut, cut) pairs, a step of the search is one matrix."""
 
@@ -31,7 +34,7 @@ def split_line(sums: Ints, parts: int, caps: Ints | None = None) -> tuple[int, .
     bound = least_bottleneck(sums, parts) if caps is None else least_capped(sums, parts, caps)
     if bound is None:
         return None
-    starts = within(sums, bound, parts, caps)
+    starts = within(sums, bound + int(bound * ROUNDING), parts, caps)
     first, last = hull(starts)
     known = good_split(sums, starts, first, last) if np.mean(last - first) > WIDE else None
     if known is not None:
