@@ -177,9 +177,7 @@ def _traced(timeline: Timeline) -> Gaps:
     sender = np.append(chains.sender, last)[before]
     arrival = np.append(chains.arrival, chains.end.max(initial=0.0))[before]
     there = np.where(sender == NOBODY, start, np.clip(arrival, start, end))
-    sent = np.where(
-        at_end | (sender == NOBODY), there, np.clip(np.append(chains.end, 0.0)[sender], start, there)
-    )
+    sent = np.where(at_end | (sender == NOBODY), there, np.clip(np.append(chains.end, 0.0)[sender], start, there))
     parts = np.zeros((len(rank), len(CAUSES)))
     parts[:, HOST] = end - there
     parts[:, LINK] = there - sent
@@ -209,9 +207,7 @@ def _waits_of_equal_stages(timeline: Timeline, gaps: Gaps) -> Floats:
     times = earliest(schedule.entries.starts, schedule.senders, delay, equal, schedule.describe)
     cuts = schedule.entries.starts[1:-1]
     others = _traced(
-        replace(
-            timeline, start=tuple(np.split(times.start, cuts)), end=tuple(np.split(times.end, cuts)), other=()
-        )
+        replace(timeline, start=tuple(np.split(times.start, cuts)), end=tuple(np.split(times.end, cuts)), other=())
     )
     # A gap is known by the entry that ends it, or by its rank where the step ends it.
     waits = np.zeros(len(took) + schedule.ranks)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from schedules.errors import CostError
 
-PerStage = float | Sequence[float]
+PerStage = float | Sequence[float] | NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,7 @@ class Costs:
 
         Raises CostError when numbers were given for another number of stages.
         """
-        forward, input_grad, weight_grad = (
-            _spread(name, getattr(self, name), num_stages) for name in ("F", "I", "W")
-        )
+        forward, input_grad, weight_grad = (_spread(name, getattr(self, name), num_stages) for name in ("F", "I", "W"))
         return np.stack([forward, input_grad + weight_grad, input_grad, weight_grad])
 
 

@@ -73,10 +73,7 @@ class Difference:
         return f"{_capital(after)} {how}; {_changed('its bubble is', self.before.bubble, self.after.bubble)}."
 
     def _causes(self) -> str:
-        changes = [
-            (abs(after - before), cause, before, after)
-            for cause, (before, after) in self.idle_by_cause.items()
-        ]
+        changes = [(abs(after - before), cause, before, after) for cause, (before, after) in self.idle_by_cause.items()]
         parts = [
             f"{cause} {_percent(before)} to {_percent(after)}"
             for change, cause, before, after in sorted(changes, reverse=True)

@@ -138,9 +138,7 @@ def _rows(schedule: Schedule, line: Integers, mail: Mail, end_of_send: Integers)
     return rows
 
 
-def _items(
-    place: Integers, op: Integers | int, number: Integers | int, peer: Integers | int = -1
-) -> Integers:
+def _items(place: Integers, op: Integers | int, number: Integers | int, peer: Integers | int = -1) -> Integers:
     """Lines of a program's table with their places in front."""
     items = np.empty((len(place), 4), dtype=np.intp)
     items[:, 0] = place

@@ -49,8 +49,8 @@ def _check_order_of_rows(schedule: Schedule) -> None:
         missing = np.flatnonzero(need == MISSING)
         if missing.size:
             raise IllegalSchedule(
-                f"{schedule.name}: {schedule.action(missing[0])} runs without what it needs: "
-                "no rank runs its stage's, or its neighbouring stage's, pass before it"
+                f"{schedule.name}: {schedule.action(missing[0])} needs an action of its own or its neighbouring "
+                "stage that no rank runs"
             )
         needing = np.flatnonzero(need != NOTHING)
         needed = need[needing]

@@ -95,9 +95,7 @@ class Program:
         """One tuple of instructions a rank, in the order in which the rank goes through them."""
         action = _all_actions(self.schedule).__getitem__
         return tuple(
-            tuple(
-                _instruction(OPS[op], number, peer, action) for op, number, peer in self.table(rank).tolist()
-            )
+            tuple(_instruction(OPS[op], number, peer, action) for op, number, peer in self.table(rank).tolist())
             for rank in range(self.schedule.ranks)
         )
 

@@ -53,9 +53,7 @@ def _check_passes(program: Program) -> None:
     if not np.array_equal(numbers, schedule.entries.first_action) or not np.array_equal(
         starts, schedule.entries.starts
     ):
-        raise IllegalProgram(
-            f"the program's passes are not those of {schedule.name} in the order of its rows"
-        )
+        raise IllegalProgram(f"the program's passes are not those of {schedule.name} in the order of its rows")
 
 
 def _match(program: Program, rank: Integers) -> Transfers:
@@ -96,9 +94,7 @@ def _check_places(program: Program, transfers: Transfers) -> None:
     waits = np.flatnonzero(code == CODE[Op.WAIT_SEND])
     sends = np.sort(transfers.send)
     by_wait, by_send = np.argsort(number[waits]), np.argsort(number[sends])
-    if not np.array_equal(number[waits][by_wait], number[sends][by_send]) or np.any(
-        waits[by_wait] < sends[by_send]
-    ):
+    if not np.array_equal(number[waits][by_wait], number[sends][by_send]) or np.any(waits[by_wait] < sends[by_send]):
         raise IllegalProgram("some send is not completed by one WAIT_SEND behind it")
 
 

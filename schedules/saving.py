@@ -33,9 +33,7 @@ def save(
     target = Path(path)
     view = VIEWS.get(target.suffix.lower())
     if view is None:
-        raise UnknownFormat(
-            f"cannot save a timeline as {target.name!r}; let the name end in one of {', '.join(VIEWS)}"
-        )
+        raise UnknownFormat(f"cannot save a timeline as {target.name!r}; let the name end in one of {', '.join(VIEWS)}")
     # Beside the target, so that the replacement is one rename; the ending stays, since it chooses the format.
     unfinished = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
     try:

@@ -108,9 +108,7 @@ class Schedule:
             rank_of_stage=tuple(map(int, rank_of_stage)),
             routes=routes,
             route_of_micro_batch=tuple(
-                _routes_taken(actions, routes, micro_batches)
-                if route_of_micro_batch is None
-                else route_of_micro_batch
+                _routes_taken(actions, routes, micro_batches) if route_of_micro_batch is None else route_of_micro_batch
             ),
             layer_group_of_stage=tuple(layer_group_of_stage or stages),
             actions=actions,

@@ -196,9 +196,7 @@ class Timeline:
         start, end = float(self.start[rank][place]), float(self.end[rank][place])
         return Span(rank, "compute", self.schedule.entry_text(entry), start, end)
 
-    def save(
-        self, path: str | os.PathLike[str], *, over: Timeline | Sequence[Timeline] = (), unit: str = "s"
-    ) -> None:
+    def save(self, path: str | os.PathLike[str], *, over: Timeline | Sequence[Timeline] = (), unit: str = "s") -> None:
         """Write a picture (.png, .svg), a page (.html) or a trace for Perfetto (.json).
 
         ``over``: a timeline, or several, drawn below this one on the same time axis. ``unit``: "s" writes
