@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import fcntl
 import json
 import os
 import select
@@ -31,6 +32,10 @@ FLAGS = (
     "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
 
+INTO_PLACE = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
+"""What runs first in the browser's process: its two ends of the pipe go where it looks for them."""
 DRAWN = "document.readyState === 'complete' && document.documentElement?.dataset.ready === 'true'"
 
 
@@ -100,19 +105,18 @@ class Browser:
 def browser(size: tuple[int, int] = (1280, 900), dark: bool = False) -> Iterator[Browser]:
     """Start a headless browser with one blank page whose network, console and errors are watched."""
     executable = find_browser()
-    ours_out, theirs_in = os.pipe(), os.pipe()  # what the browser writes, what it reads
+    from_browser, its_output = os.pipe()
+    its_input, to_browser = os.pipe()
+    # High numbers, so that putting one in its place cannot overwrite the other.
+    theirs = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10) for descriptor in (its_input, its_output)]
     with tempfile.TemporaryDirectory(prefix="check-page-", ignore_cleanup_errors=True) as profile:
         flags = [*FLAGS, f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}"]
-        # The browser expects its pipe at descriptors 3 and 4; the shell puts it there.
-        redirected = f'exec "$@" 3<&{theirs_in[0]} 4>&{ours_out[1]}'
-        arguments = ["sh", "-c", redirected, "sh", executable, *flags, "about:blank"]
-        process = subprocess.Popen(
-            arguments, pass_fds=(theirs_in[0], ours_out[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        os.close(theirs_in[0])
-        os.close(ours_out[1])
+        start = [sys.executable, "-IS", "-c", INTO_PLACE, *map(str, theirs), executable, *flags, "about:blank"]
+        process = subprocess.Popen(start, pass_fds=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for descriptor in (its_input, its_output, *theirs):
+            os.close(descriptor)
         try:
-            session = Browser(theirs_in[1], ours_out[0], [], bytearray())
+            session = Browser(to_browser, from_browser, [], bytearray())
             target = session.call("Target.createTarget", timeout=60.0, url="about:blank")["targetId"]
             session.session = session.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
             for domain in ("Page", "Runtime", "Log", "Network"):
@@ -126,8 +130,8 @@ def browser(size: tuple[int, int] = (1280, 900), dark: bool = False) -> Iterator
         finally:
             process.terminate()
             process.wait(timeout=20)
-            os.close(theirs_in[1])
-            os.close(ours_out[0])
+            os.close(to_browser)
+            os.close(from_browser)
 
 
 def open_page(session: Browser, path: Path, timeout: float = 30.0) -> None:

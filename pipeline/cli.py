@@ -44,27 +44,30 @@ class CommandModule(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 0, or 2 for bad input, which one line on stderr explains."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        parser, command = _parser(arguments)
-        options = parser.parse_args(arguments)
-        return _run(cast(CommandModule, command), options, parser.prog) if command else parser.exit(BAD_INPUT)
-    except SystemExit as request:  # argparse ends --help and usage errors so
-        return int(request.code or 0)
-
-
-def _run(command: CommandModule, options: argparse.Namespace, program: str) -> int:
-    try:
-        status = command.run(options)
+        status = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has gone. Python would complain once more when it flushes stdout at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-    except command.bad_input as error:
-        sys.stderr.write(f"{program} {options.command}: {_one_line(error)}\n")
-        return BAD_INPUT
     return status
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        parser, module = _parser(arguments)
+        options = parser.parse_args(arguments)
+    except SystemExit as request:  # argparse ends --help and usage errors so
+        return int(request.code or 0)
+    command = cast(CommandModule, module)
+    try:
+        return command.run(options)
+    except BrokenPipeError:  # an OSError, but no input
+        raise
+    except command.bad_input as error:
+        sys.stderr.write(f"{parser.prog} {options.command}: {_one_line(error)}\n")
+        return BAD_INPUT
 
 
 def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, object | None]:

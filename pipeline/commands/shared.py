@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import sys
@@ -78,7 +79,7 @@ def make_schedule(text: str, options: argparse.Namespace, stages_per_rank: int |
         text,
         ranks=options.ranks or RANKS,
         micro_batches=options.micro_batches or MICRO_BATCHES,
-        stages_per_rank=stages_per_rank or options.stages_per_rank,
+        stages_per_rank=options.stages_per_rank if stages_per_rank is None else stages_per_rank,
     )
 
 
@@ -133,8 +134,6 @@ def save(timelines: Sequence[Timeline], options: argparse.Namespace) -> None:
 
 def drawn(timelines: Sequence[Timeline], options: argparse.Namespace) -> str:
     """The drawing for the terminal."""
-    import os
-
     from schedules.views import text
 
     terminal = sys.stdout.isatty()

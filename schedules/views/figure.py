@@ -204,9 +204,7 @@ def _draw_passes(axes: Axes, timeline: Timeline, inches: float) -> None:
         work = row(timeline, rank)
         top = np.full(len(work.kind), rank - ROW_FILL / 2)
         bottom = top + ROW_FILL
-        if work.paired:  # the first half of a pair above the second
-            second = np.flatnonzero((np.diff(work.start) == 0) & (np.diff(work.end) == 0)) + 1
-            bottom[second - 1] = top[second] = rank
+        bottom[work.half == 1] = top[work.half == 2] = rank  # the first half of a pair above the second
         for kind, chunk in np.unique(np.stack([work.kind, work.chunk]), axis=1).T.tolist():
             chosen = (work.kind == kind) & (work.chunk == chunk)
             box = np.stack([work.start, work.end, top, bottom], axis=1)[chosen]

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from schedules.action import actions_of, parse_entry
 from schedules.causes import NOBODY
 from schedules.schedule import Schedule
-from schedules.table import KIND, MICRO_BATCH, STAGE
+from schedules.table import JOINED, KIND, MICRO_BATCH, STAGE
 from schedules.timeline import Span, Timeline
 from schedules.views.palette import KINDS, STEP
 
@@ -35,8 +35,8 @@ class Row(NamedTuple):
     micro_batch: Integers
     chunk: Integers
     """Which of the rank's stages it is, counted from 0."""
-    paired: bool
-    """Whether some actions run two at a time."""
+    half: Integers
+    """0 for an action that runs alone, 1 and 2 for the halves of a Pair, which stand side by side."""
 
 
 def row(timeline: Timeline, rank: int) -> Row:
@@ -60,7 +60,7 @@ def row(timeline: Timeline, rank: int) -> Row:
         stage=merged(table[:, STAGE], nothing),
         micro_batch=merged(table[:, MICRO_BATCH], nothing),
         chunk=merged(np.searchsorted(stages, table[:, STAGE]), np.zeros(len(steps))),
-        paired=len(np.unique(entry)) < len(entry),
+        half=merged(table[:, JOINED] + 2 * np.roll(table[:, JOINED], 1), np.zeros(len(steps))),
     )
 
 
@@ -121,13 +121,11 @@ def occupancy(timeline: Timeline, bands: int, columns: int) -> Floats:
     counts = np.bincount(np.arange(ranks) * bands // ranks, minlength=bands)
     for rank in range(ranks):
         work = row(timeline, rank)
-        times = np.stack([work.start, work.end], axis=1).ravel()
-        share = np.ones(len(work.kind))
-        if work.paired:
-            twins = (np.diff(work.start) == 0) & (np.diff(work.end) == 0)
-            share[:-1][twins] = share[1:][twins] = 0.5
+        middle = (work.start + work.end) / 2  # as if the halves of a pair ran one after the other
+        start, end = np.where(work.half == 2, middle, work.start), np.where(work.half == 1, middle, work.end)
+        times = np.stack([start, end], axis=1).ravel()
         for kind in np.unique(work.kind):
-            lasted = np.where(work.kind == kind, (work.end - work.start) * share, 0.0)
+            lasted = np.where(work.kind == kind, end - start, 0.0)
             done = np.cumsum(np.stack([np.zeros_like(lasted), lasted], axis=1).ravel())
             until = np.interp(edges, times, done) if len(times) else np.zeros(columns + 1)
             cells[rank * bands // ranks, :, kind] += np.diff(until)

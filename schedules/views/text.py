@@ -66,12 +66,14 @@ def draw(
     in ``Timeline.save``.
     """
     timelines = stack(timeline, over)
-    columns = max(40, width) - LABEL - IDLE
+    width = max(40, width)
+    columns = width - LABEL - IDLE
     scale = _columns_per_time(timelines, columns)
     lines: list[str] = []
     for heading, one in zip(headings(timelines), timelines, strict=True):
-        lines += [f"{heading}: {shape(one.schedule)}" + ("" if one.kind in heading else f" ({one.kind})")]
-        lines += [*_rows(one, scale, columns, colour), _axis(timelines, scale, unit), *_numbers(one, unit, width), ""]
+        title = f"{heading}: {shape(one.schedule)}" + ("" if one.kind in heading else f" ({one.kind})")
+        lines += _wrapped(title, width)
+        lines += [*_rows(one, scale, columns, colour), _axis(timelines, scale, unit, width), *_numbers(one, unit, width), ""]
     for other in timelines[1:]:
         lines += [*_wrapped(timeline.difference(other).text(), width), ""]
     lines += _legend(timelines, width, [crowded(one, scale / SHORTEST) for one in timelines])
@@ -117,9 +119,7 @@ def _fill_work(cells: list[str], work: Row, centres: Floats, stages: tuple[int, 
     last = np.searchsorted(centres, work.end).tolist()
     position = 0
     while position < len(first):
-        # The two halves of a pair have the same times and share their columns.
-        both = work.paired and position + 1 < len(first) and work.start[position] == work.start[position + 1]
-        members = range(position, position + (2 if both else 1))
+        members = range(position, position + (2 if work.half[position] else 1))  # the halves of a pair share columns
         width = last[position] - first[position]
         label = _label(work, members, width)
         for offset, character in enumerate(label):
@@ -158,13 +158,13 @@ def _overview(timeline: Timeline, scale: float, columns: int, colour: bool) -> I
         yield f"{label}{cells}{' ' * (columns - drawn)}{100 * idle[members].mean():>{IDLE - 1}.1f}%"
 
 
-def _axis(timelines: Sequence[Timeline], scale: float, unit: str) -> str:
+def _axis(timelines: Sequence[Timeline], scale: float, unit: str, width: int) -> str:
     longest = max(one.step_time for one in timelines)
     line = ""
     times = marks(longest, max(2, round(longest * scale / 12)))
     for time, words in zip(times, durations(times, unit), strict=True):
         column = LABEL + round(time * scale)
-        if column > len(line):
+        if column > len(line) and column + len(words) <= width:
             line = line.ljust(column) + words
     return line
 
@@ -200,7 +200,7 @@ def _legend(timelines: Sequence[Timeline], width: int, crowds: Sequence[bool]) -
     if not all(crowds):
         yield from _wrapped(", ".join(parts), width)
     if any(crowds):
-        yield f"rows of {' '.join(LEVELS[1:])}: how much of the time a rank works"
+        yield from _wrapped(f"rows of {' '.join(LEVELS[1:])}: how much of the time a rank works", width)
     yield from _wrapped(
         "bubble: idle share of ranks × step time; span bubble: of ranks × the longest rank's own span", width
     )

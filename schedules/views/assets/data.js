@@ -25,6 +25,7 @@ function unpackRow(row, numbers) {
     start: times(row.start), end: times(row.end),
     stage: new Uint32Array(numbers, ...row.stage), batch: new Uint32Array(numbers, ...row.batch),
     kind: new Uint8Array(numbers, ...row.kind), chunk: new Uint8Array(numbers, ...row.chunk),
+    half: new Uint8Array(numbers, ...row.half),
     bubbles: {
       start: times(bubbles.start), end: times(bubbles.end), cause: new Uint8Array(numbers, ...bubbles.cause),
       waits: new TextDecoder().decode(new Uint8Array(numbers, ...bubbles.waits)).split(","),
@@ -66,12 +67,8 @@ function actionText(row, i) {
   return partner < 0 ? oneAction(row, i) : `${oneAction(row, Math.min(i, partner))} + ${oneAction(row, Math.max(i, partner))}`;
 }
 
-// Two actions that run as one are two neighbours with the same times.
-function partnerOf(row, i) {
-  if (!row.paired) return -1;
-  if (i > 0 && row.start[i - 1] === row.start[i] && row.end[i - 1] === row.end[i]) return i - 1;
-  return row.start[i + 1] === row.start[i] && row.end[i + 1] === row.end[i] ? i + 1 : -1;
-}
+// The other half of two actions that run as one; they are neighbours.
+const partnerOf = (row, i) => (row.half[i] === 0 ? -1 : row.half[i] === 1 ? i + 1 : i - 1);
 
 function memoryAt(row, time) {
   const i = after(row.memory.time, time) - 1;
