@@ -81,12 +81,7 @@ def make_mesh(data_parallel: int = 1, *, device: str = "auto", timeout: float = 
 def _arrange(transport: Transport, device: torch.device, data: int) -> Mesh:
     rank, size = transport.link.rank, transport.link.ranks
     if size % data:
-        divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        raise WorldSizeError(
-            f"{size} ranks cannot form {data} pipelines of equal length: "
-            f"set data_parallel to one of {divisors}, "
-            f"or start {size - size % data} or {size - size % data + data} ranks".replace("start 0 or", "start")
-        )
+        raise WorldSizeError(_misfit(size, data))
     pipe = size // data
     pipelines = [range(first, first + pipe) for first in range(0, size, pipe)]
     replicas = [range(first, size, pipe) for first in range(pipe)]
@@ -102,4 +97,13 @@ def _arrange(transport: Transport, device: torch.device, data: int) -> Mesh:
         device=device,
         board=transport.board,
         random_lock=transport.random_lock,
+    )
+
+
+def _misfit(size: int, data: int) -> str:
+    divisors = [str(n) for n in range(1, size + 1) if size % n == 0]
+    less = size - size % data
+    return (
+        f"{size} rank{'s' if size > 1 else ''} cannot form {data} pipelines of equal length: set data_parallel to "
+        f"{' or '.join(divisors)}, or start {f'{less} or ' if less else ''}{less + data} ranks"
     )
