@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 SAFETY = 1e-12
-"""Widens the excess by this share of the sum of squares, far more than rounding can take from it."""
+"""Widens the excess and the reach by this share of the whole, far more than rounding can take from them."""
 
 TURNS = 64
 """How often the cuts of a good split are moved to the middle of their neighbours."""
@@ -66,8 +66,9 @@ def reach_of_best(sums: Ints, cuts: Ints) -> tuple[Ints, Ints]:
     behind = shares - before
     above = np.minimum(widest(before, excess, margin), np.sqrt(excess * np.maximum(behind, 0)))
     below = np.minimum(widest(behind, excess, margin), np.sqrt(excess * np.maximum(before, 0)))
-    highest = np.maximum.accumulate(share * before + above)
-    lowest = np.minimum.accumulate((share * before - below)[::-1])[::-1]
+    even, safety = share * before, SAFETY * light[-1]
+    highest = np.maximum.accumulate(even + above + safety)
+    lowest = np.minimum.accumulate((even - below - safety)[::-1])[::-1]
     fewest = count + np.searchsorted(highest, light) - heavies
     most = count + np.searchsorted(lowest, light, side="right") - 1 - heavies
     cut = np.arange(parts + 1)

@@ -161,6 +161,13 @@ def test_no_split_as_even_as_a_known_one_lies_out_of_reach(weights, data):
             assert (cuts <= last).all()
 
 
+def test_the_ends_are_in_reach_whatever_rounding_does():
+    # 7 parts of 61 / 7 add up to less than 61.
+    total = np.concatenate(([0], np.cumsum([6, 7, 7, 7, 7, 7, 7, 6, 7])))
+    first, last = reach_of_best(total, np.array([0, 2, 3, 4, 6, 7, 8, 9]))
+    assert (first[0], last[0], first[-1], last[-1]) == (0, 0, 9, 9)
+
+
 def test_minimises_the_largest_part_not_the_difference_between_parts():
     weights = [3, 15, 7, 8, 6, 4, 2, 7]
     cuts = split(weights, 5)
