@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -118,7 +119,7 @@ class _Rank:
 
     def receive(self) -> None:
         with suppress(EOFError):  # it died before it could say why
-            self.result = self.connection.recv()
+            self.result = pickle.loads(self.connection.recv_bytes())
 
     def outcome(self) -> Outcome:
         result, error = self.result
@@ -182,9 +183,10 @@ def _child(
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        connection.send((result, error))
+        # By value: multiprocessing itself would leave tensors in memory that goes with the process.
+        connection.send_bytes(pickle.dumps((result, error)))
     except Exception:  # a result that cannot be pickled
-        connection.send((None, traceback.format_exc()))
+        connection.send_bytes(pickle.dumps((None, traceback.format_exc())))
     connection.close()
     _leave()
     if error is not None:
