@@ -1,9 +1,8 @@
 """Lowering: from what each rank computes to all that it does, in an order that cannot deadlock.
 
 All entries of all ranks are put in one line, each behind what it needs, and every message is given one place
-in it: right behind the entry that makes it. SEND and RECV both stand at that place in their rows. So whoever
-is first in the line among all that is unfinished can always go on, even if a send blocks until it is
-received.
+in it: right behind the entry that makes it. SEND and RECV both stand at that place in their rows. So whoever is
+first in the line among all that is unfinished can always go on, even if a send blocks until it is received.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from schedules.messages import messages
 from schedules.program import ACTION, CODE, OP, PEER, Op, Program
 from schedules.prove import prove
 from schedules.schedule import Schedule
-from schedules.table import KIND, STAGE, B, F, W
+from schedules.table import JOINED, KIND, STAGE, B, F, W
 
 # Behind an entry, at its place in the line: its results (two of a Pair), sends whose completion it proves,
 # and reductions of stages that it finishes.
@@ -111,8 +110,7 @@ def _rows(schedule: Schedule, line: Integers, mail: Mail, end_of_send: Integers)
     actions, entries = schedule.actions, schedule.entries
     kind = actions[:, KIND]
     forward = kind[mail.producer] == F
-    size = np.diff(np.append(entries.first_action, len(actions)))
-    entry_op = np.where(size == 2, CODE[Op.PAIR], kind[entries.first_action])
+    entry_op = np.where(actions[entries.first_action, JOINED], CODE[Op.PAIR], kind[entries.first_action])
     send = np.where(forward, CODE[Op.SEND_F], CODE[Op.SEND_B])
     receive = np.where(forward, CODE[Op.RECV_F], CODE[Op.RECV_B])
     sent_by, received_by = _by_key(mail.source), _by_key(mail.destination)
@@ -149,8 +147,7 @@ def _items(place: Integers, op: Integers | int, number: Integers | int, peer: In
 
 
 def _reductions(schedule: Schedule, line: Integers) -> Integers:
-    """For each stage the place behind its last B or W; a stage without any is reduced at the very
-    beginning."""
+    """For each stage the place behind its last B or W."""
     actions = schedule.actions
     last = np.zeros(schedule.num_stages, dtype=np.intp)
     finishing = np.flatnonzero((actions[:, KIND] == B) | (actions[:, KIND] == W))

@@ -66,7 +66,7 @@ class Instruction(NamedTuple):
 
 
 OPS = tuple(Op)
-CODE = {op: code for code, op in enumerate(OPS)}
+CODE = {op: code for code, op in enumerate(OPS)}  # those of passes are the codes of their kinds
 OP, ACTION, PEER = range(3)
 """Columns of a program's table: code of the Op, number of the action (or of the stage), rank of the peer."""
 

@@ -1,5 +1,4 @@
-"""The proof that a program runs to its end; it reads the finished rows and knows nothing of how they were
-made."""
+"""The proof that a program runs to its end; it reads finished rows and knows nothing of how they were made."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from schedules.earliest import earliest
 from schedules.errors import IllegalProgram
 from schedules.messages import messages
 from schedules.program import ACTION, CODE, OP, PEER, Op, Program, describe
-from schedules.table import KIND, F
+from schedules.table import JOINED, KIND, F
 
 Integers = NDArray[np.intp]
 
@@ -29,8 +28,7 @@ class Transfers(NamedTuple):
 
 
 def prove(program: Program, depth: int = 0) -> None:
-    """Return if the program ends even where a SEND blocks until its RECV is posted, and a RECV until it is
-    sent.
+    """Return if the program ends even where a SEND blocks until its RECV is posted, and a RECV until it is sent.
 
     Messages between two ranks arrive in the order of sending, one order for forwards and one for backwards. A
     rank that has come to one RECV has posted the next ``depth`` as well. Raises IllegalProgram when a row
@@ -46,14 +44,16 @@ def prove(program: Program, depth: int = 0) -> None:
 
 def _check_passes(program: Program) -> None:
     """Every row runs the entries of its schedule, in their order."""
-    schedule = program.schedule
+    actions, entries = program.schedule.actions, program.schedule.entries
     runs = np.flatnonzero(np.isin(program.instructions[:, OP], PASSES))
-    numbers = program.instructions[runs, ACTION]
-    starts = np.searchsorted(runs, program.row_starts)
-    if not np.array_equal(numbers, schedule.entries.first_action) or not np.array_equal(
-        starts, schedule.entries.starts
-    ):
-        raise IllegalProgram(f"the program's passes are not those of {schedule.name} in the order of its rows")
+    first = actions[entries.first_action]
+    same = (
+        np.array_equal(np.searchsorted(runs, program.row_starts), entries.starts)
+        and np.array_equal(program.instructions[runs, ACTION], entries.first_action)
+        and np.array_equal(program.instructions[runs, OP], np.where(first[:, JOINED], CODE[Op.PAIR], first[:, KIND]))
+    )
+    if not same:
+        raise IllegalProgram(f"the program's passes are not those of {program.schedule.name} in the order of its rows")
 
 
 def _match(program: Program, rank: Integers) -> Transfers:
@@ -68,6 +68,11 @@ def _match(program: Program, rank: Integers) -> Transfers:
         raise IllegalProgram("some channel has more sends than receives, or more receives than sends")
     send, receive = send[by_send], receive[by_receive]
 
+    for instructions in (send, receive):
+        elsewhere = np.flatnonzero(program.schedule.rank_of_action[number[instructions]] != rank[instructions])
+        if elsewhere.size:
+            name = describe(program, int(instructions[elsewhere[0]]))
+            raise IllegalProgram(f"{name} is for an action that another rank runs")
     wanted = messages(program.schedule)
     wrong = np.flatnonzero(program.schedule.needs.source[number[receive]] != number[send])
     if wrong.size:
@@ -118,8 +123,7 @@ def _run(program: Program, rank: Integers, transfers: Transfers, depth: int) -> 
 
 
 def _posted_at(rank: Integers, receives: Integers, depth: int, starts: Integers) -> Integers:
-    """The instruction at which each receive is posted: the one ``depth`` receives before it, or the row's
-    first."""
+    """The instruction at which each receive is posted: the one ``depth`` receives before it, or the row's first."""
     in_order = np.sort(receives)
     earlier = np.searchsorted(in_order, receives) - depth
     posted = in_order[np.maximum(earlier, 0)]

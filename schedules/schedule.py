@@ -110,7 +110,7 @@ class Schedule:
             route_of_micro_batch=tuple(
                 _routes_taken(actions, routes, micro_batches) if route_of_micro_batch is None else route_of_micro_batch
             ),
-            layer_group_of_stage=tuple(layer_group_of_stage or stages),
+            layer_group_of_stage=tuple(stages if layer_group_of_stage is None else map(int, layer_group_of_stage)),
             actions=actions,
             row_starts=(0, *np.cumsum([len(table) for table in tables]).tolist()),
         )

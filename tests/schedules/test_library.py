@@ -51,12 +51,10 @@ def test_the_docstring_draws_what_runs(name: str, shapes: list[tuple[int, int, i
 
 def test_more_micro_batches_than_a_group_and_not_a_multiple() -> None:
     schedule = build("interleaved-1f1b", ranks=2, micro_batches=5, stages_per_rank=2)
-    assert (
-        draw(schedule)
-        == """\
+    expected = """\
 rank 0 | 0 1 2 0'1'2'. aaa'3 bbb'4 ccc'3'aaa 4'bbb . ccc . ddd'eee'ddd eee
 rank 1 | . 0 1 2 0'aaa'1'bbb'2'ccc'3 aaa 4 bbb 3'ccc 4'ddd'eee'ddd eee . ."""
-    )
+    assert draw(schedule) == expected
 
 
 @pytest.mark.parametrize("name", LIBRARY)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedules import Action, Instruction, Kind, Op, Pair, Program, Schedule, build, lower, prove
 from schedules.action import actions_of
 from schedules.errors import DeadlockError, IllegalProgram
-from schedules.program import CODE, OP
+from schedules.program import ACTION, CODE, OP
 from tests.schedules.strategies import legal_schedules
 
 
@@ -164,6 +164,10 @@ def test_the_proof_refuses_what_is_not_the_schedule() -> None:
         prove(moved(program, 0, row.index("RECV_B 0B0 from 1"), row.index("0B0")))
     with pytest.raises(IllegalProgram, match="rank 0's SEND_F 0F1 to 1 meets rank 1's RECV_F 1F0 from 0"):
         prove(moved(program, 0, row.index("SEND_F 0F0 to 1"), row.index("SEND_F 0F1 to 1")))
+    table = program.instructions.copy()
+    table[0, OP] = CODE[Op.B]
+    with pytest.raises(IllegalProgram, match="passes are not those of 1f1b"):
+        prove(dataclasses.replace(program, instructions=table))
     with pytest.raises(IllegalProgram, match="some send is not completed by one WAIT_SEND behind it"):
         prove(moved(program, 0, row.index("WAIT_SEND 0F0"), 0))
 
@@ -175,6 +179,10 @@ def test_the_proof_refuses_lost_and_misled_messages() -> None:
     starts = tuple(np.searchsorted(keep, program.row_starts).tolist())
     with pytest.raises(IllegalProgram, match="some channel has more sends than receives"):
         prove(dataclasses.replace(program, instructions=table[keep], row_starts=starts))
+    elsewhere = table.copy()
+    elsewhere[elsewhere[:, OP] == CODE[Op.SEND_F], ACTION] = 5
+    with pytest.raises(IllegalProgram, match="rank 0's SEND_F 1B0 to 1 is for an action that another rank runs"):
+        prove(dataclasses.replace(program, instructions=elsewhere))
     for before, after in ((Op.SEND_B, Op.SEND_F), (Op.RECV_B, Op.RECV_F)):
         table[table[:, OP] == CODE[before], OP] = CODE[after]
     with pytest.raises(IllegalProgram, match="in the lane of the other direction"):
