@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ def load_tensors(path: Path, wanted: Mapping[str, Tensor]) -> None:
                 f"{path}: {name} has shape {tuple(stored[name].size)}, the model needs {tuple(tensor.shape)}"
             )
     if wanted:
-        load(dict(wanted), storage_reader=FileSystemReader(path), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads for itself
+            load(dict(wanted), storage_reader=FileSystemReader(path), no_dist=True)
 
 
 def _stored(path: Path) -> dict[str, TensorStorageMetadata]:

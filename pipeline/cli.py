@@ -25,6 +25,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "schedules": Command("pipeline.commands.schedules", "list the schedules that can be chosen by name"),
     "timeline": Command("pipeline.commands.timeline", "draw what a schedule does, and where its bubbles come from"),
+    "partition": Command("pipeline.commands.partition", "measure a model's layers, and cut it for every schedule"),
+    "train": Command("pipeline.commands.train", "train a model by name, alone or on the ranks of torchrun"),
     "compare": Command("pipeline.commands.compare", "draw several schedules on one time axis, and say the difference"),
 }
 

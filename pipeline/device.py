@@ -15,7 +15,6 @@ __all__ = [
     "generator_of",
     "on_host",
     "process_device",
-    "serves",
     "set_threads",
     "synchronise",
     "thread_device",
@@ -85,12 +84,6 @@ def backend_of(device: torch.device) -> str:
 def transfer_backend(device: torch.device) -> str:
     """The part of that backend which exchanges the tensors of the device itself."""
     return "gloo" if device.type == "cpu" else "nccl"
-
-
-def serves(backends: str, device: torch.device) -> bool:
-    """Whether a process group with these backends exchanges tensors of this device and of host memory."""
-    wanted = "cpu:gloo" if device.type == "cpu" else backend_of(device)
-    return set(wanted.split(",")) <= set(backends.split(","))
 
 
 def uses_streams(device: torch.device) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partition import Profile, stage_costs
+from partition import Profile, predict_timeline
 from partition.errors import FewerLayersThanStages
 from pipeline import checkpoint, failures
 from pipeline.agreement import Closing, close
@@ -36,7 +36,7 @@ from pipeline.state import gather_to_first, load_named, named_state
 from pipeline.step import Step
 from pipeline.update import MakeOptimizer, MakeScheduler, Updater, clipping_factor
 from pipeline.watch import At
-from schedules import Schedule, Timeline, simulate
+from schedules import Schedule, Timeline
 
 __all__ = ["Engine", "StepStats", "initialize"]
 
@@ -288,13 +288,10 @@ class Engine:
 
         Raises ``NotPlanned`` where there is no profile.
         """
-        return self._predicted(self.schedule)
-
-    def _predicted(self, schedule: Schedule) -> Timeline:
         plan = self._planned().plan
         if self.profile is None:
             raise NotPlanned('there is no profile to predict from; set partition = "profile", or pass a profile')
-        return simulate(schedule, stage_costs(self.profile, plan.partition, schedule))
+        return predict_timeline(self.profile, plan.partition, self.schedule)
 
     def _planned(self) -> Runner:
         if self._runner is None:

@@ -70,6 +70,10 @@ class _Gate(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
+# Function.apply adds a Python frame for torch.func transforms, which the engine never runs under.
+_pass_gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Gate).apply
+
+
 def _gate(value: Value, call: LayerCall) -> list[Any]:
     """The leaves of ``value`` as inputs of a graph of its own; those without gradient are handed on as they are."""
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
@@ -78,7 +82,7 @@ def _gate(value: Value, call: LayerCall) -> list[Any]:
     if inputs:
         versions = tuple(leaf._version for leaf in inputs)
         anchor = torch.zeros((), requires_grad=True)
-        _Gate.apply(call, anchor, *inputs)  # type: ignore[no-untyped-call]
+        _pass_gate(call, anchor, *inputs)
         # Passing the gate changes nothing, so the layer before must not see its saved output as modified.
         torch._C._autograd._unsafe_set_version_counter(tuple(inputs), versions)
     return leaves

@@ -15,18 +15,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from partition import LayerCost, Profile
 from pipeline.batch import Item
 from pipeline.build import build_module, layer_function
-from pipeline.device import synchronise
+from pipeline.device import set_threads, synchronise
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.split import split
 from pipeline.layer import Layer, Place, RandomSource
 from pipeline.links.protocol import LANE_CONTROL
-from pipeline.mesh import Mesh
+from pipeline.mesh import Mesh, make_mesh
 from pipeline.module import PipelineModule
 from pipeline.random_state import preserved
 from pipeline.shapes import Value, flatten
 from pipeline.stage import with_targets
 
-__all__ = ["count_parameters", "measure_hop", "profile_layers"]
+__all__ = ["count_parameters", "measure_hop", "profile_alone", "profile_layers"]
 
 _WARM_UP_RUNS = 2
 _HOP_ROUNDS = 20
@@ -64,6 +64,14 @@ def profile_layers(
     layers = [_mean(costs) for costs in zip(*mesh.world.all_gather_object(measured), strict=True)]
     hop = measure_hop(mesh, int(statistics.median(layer.output_bytes for layer in layers)))
     return Profile(layers=tuple(layers), hop=hop, device=str(mesh.device.type), threads=threads)
+
+
+def profile_alone(module: PipelineModule, item: Item, *, seed: int = 0, runs: int = 5, threads: int = 1) -> Profile:
+    """The same outside of training, in this process alone; no message is timed, so that ``hop`` is 0."""
+    mesh = make_mesh()
+    set_threads(threads)
+    random = RandomSource(seed, mesh.device, mesh.random_lock)
+    return profile_layers(module, Item(*item), random, mesh, runs=runs, recompute=(), threads=threads)
 
 
 _ADDED_BY_LOSS = ("forward", "input_grad", "activation_bytes")

@@ -35,6 +35,14 @@ class Form(NamedTuple):
     def __str__(self) -> str:
         return "(" + ", ".join(map(_shown, self.leaves)) + ")"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as a nesting of numbers, since torch's classes for structures warn when they are unpickled."""
+        return _unpickled, (unflatten(range(len(self.leaves)), self.structure) if self.structure is not None else None, self.leaves)
+
+
+def _unpickled(nesting: Any, leaves: tuple[TensorForm | Constant, ...]) -> Form:
+    return Form(None if nesting is None else tree_flatten(nesting)[1], leaves)
+
 
 def _shown(leaf: TensorForm | Constant) -> str:
     if isinstance(leaf, Constant):

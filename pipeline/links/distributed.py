@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.device import backend_of, process_device, serves, uses_streams
+from pipeline.device import backend_of, process_device, uses_streams
 from pipeline.links.distributed_group import DistributedGroup
 from pipeline.links.distributed_link import PairLink, TaggedLink
 from pipeline.links.host_memory import shared_bytes
@@ -48,7 +48,7 @@ def connect(device: str, timeout: float) -> DistributedTransport:
     The default process group is made if there is none, and unmade when the process ends.  ``device`` is
     auto, cpu or cuda; ``timeout`` is how many seconds a wait for another rank may take.
     """
-    place = _initialize(device, timeout)
+    place, fresh = _initialize(device, timeout)
     group = cast(dist.ProcessGroup, dist.group.WORLD)
     for transport in tuple(_connected):
         if transport.process_group is not group:
@@ -57,7 +57,7 @@ def connect(device: str, timeout: float) -> DistributedTransport:
             return transport
     if not _connected:
         atexit.register(_leave)
-    transport = DistributedTransport(group, place, timeout)
+    transport = DistributedTransport(group, fresh, place, timeout)
     _connected.append(transport)
     return transport
 
@@ -67,18 +67,18 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     return init_device_mesh(mesh.device.type, (mesh.data, mesh.pipe), mesh_dim_names=("data", "pipe"))
 
 
-def _initialize(wanted: str, timeout: float) -> torch.device:
-    """Make the default process group unless there is one; the device of this rank."""
+def _initialize(wanted: str, timeout: float) -> tuple[torch.device, bool]:
+    """The device of this rank, and whether the default process group was made here, where there was none."""
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
     if dist.is_initialized():
-        return process_device(wanted, local_rank, dist.get_backend_config())
+        return process_device(wanted, local_rank, dist.get_backend_config()), False
     device = process_device(wanted, local_rank)
     dist.init_process_group(
         backend_of(device),
         timeout=timedelta(seconds=timeout),
         device_id=device if uses_streams(device) else None,  # connects at once, which pairs of ranks rely on
     )
-    return device
+    return device, True
 
 
 def _leave() -> None:
@@ -100,7 +100,11 @@ def _leave() -> None:
 
 
 class DistributedTransport:
-    """One process's access to the others; ``started`` are its collectives that have not been waited for."""
+    """One process's access to the others.
+
+    A default group that somebody else has made is left to them: it may have another timeout, and messages of
+    their own.  ``started`` are collectives that have not been waited for.
+    """
 
     __slots__ = (
         "_groups",
@@ -114,7 +118,7 @@ class DistributedTransport:
         "world",
     )
 
-    def __init__(self, default: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+    def __init__(self, default: dist.ProcessGroup, fresh: bool, device: torch.device, timeout: float) -> None:
         self.device = device
         self.timeout = timeout
         self.process_group = default
@@ -122,8 +126,7 @@ class DistributedTransport:
         self.started: set[object] = set()
         rank, ranks = dist.get_rank(), dist.get_world_size()
         everyone = tuple(range(ranks))
-        complete = serves(dist.get_backend_config(), device)
-        world = default if complete else self._new_group(everyone)
+        world = default if fresh else self._new_group(everyone)
         self.world = self._group(world, everyone)
         self._groups: dict[tuple[tuple[int, ...], ...], Group] = {(everyone,): self.world}
         tagged = TaggedLink(world, rank, ranks, timeout)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.device import on_host
+from pipeline.errors import LinkError
 from pipeline.links.distributed_link import translated
 from pipeline.links.protocol import DONE, Pending
 
@@ -24,7 +25,7 @@ class DistributedGroup:
     collectives that have been started and not waited for.
     """
 
-    __slots__ = ("_started", "_world_rank", "limit", "process_group", "rank", "ranks")
+    __slots__ = ("_started", "_timeout", "_world_rank", "process_group", "rank", "ranks")
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class DistributedGroup:
         self.process_group = group
         self.ranks = ranks
         self.rank = ranks.index(world_rank)
-        self.limit = timedelta(seconds=timeout)
+        self._timeout = timeout
         self._world_rank = world_rank
         self._started = started
 
@@ -85,38 +86,37 @@ class DistributedGroup:
         try:
             return function(*arguments, group=self.process_group, **options)
         except RuntimeError as error:
-            raise self.failure(error, call, self.limit) from None
+            raise self.failure(error, call) from None
 
-    def failure(self, error: RuntimeError, call: str, limit: timedelta) -> Exception:
+    def failure(self, error: RuntimeError, call: str, timeout: float | None = None) -> LinkError:
         """What an error of the backend means."""
-        what = f"in {call} over ranks {self.ranks}"
-        return translated(error, self._world_rank, None, None, what, limit)
+        what, seconds = f"in {call} over ranks {self.ranks}", self._timeout if timeout is None else timeout
+        return translated(error, self._world_rank, None, None, what, seconds)
 
 
 class _Collective:
     """A collective under way."""
 
-    __slots__ = ("_blocking", "_call", "_group", "_started", "_work")
+    __slots__ = ("_call", "_group", "_on_host", "_started", "_work")
 
     def __init__(
-        self, work: dist.Work, group: DistributedGroup, call: str, blocking: bool, started: set[object]
+        self, work: dist.Work, group: DistributedGroup, call: str, on_host: bool, started: set[object]
     ) -> None:
         self._work: dist.Work | None = work
         self._group = group
         self._call = call
-        self._blocking = blocking
+        self._on_host = on_host
         self._started = started
 
     def wait(self, timeout: float | None = None) -> None:
         if self._work is None:
             return
-        limit = self._group.limit if timeout is None else timedelta(seconds=timeout)
         try:
-            if self._blocking:
-                self._work.wait(limit)
-            else:  # on an accelerator the current stream waits, and the backend has its own timeout
+            if timeout is None or not self._on_host:  # with a timeout the host would wait for an accelerator
                 self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise self._group.failure(error, self._call, limit) from None
+            raise self._group.failure(error, self._call, timeout) from None
         self._started.discard(self)
         self._work = None

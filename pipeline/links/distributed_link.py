@@ -32,28 +32,30 @@ class _Transfer:
         work = self._work
         if work is None:
             return
-        limit = self._link.limit if timeout is None else timedelta(seconds=timeout)
         try:
-            work.wait(limit)
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise self._link.failure(error, self._peer, self._lane, self._sending, limit) from None
+            raise self._link.failure(error, self._peer, self._lane, self._sending, timeout) from None
         self._work = None
 
 
 class TaggedLink:
     """Tensors in host memory: one process group for all peers, a lane is a tag.
 
-    The groups' own methods are called, since the functions of torch.distributed around them check again for
-    each message what cannot change.
+    ``timeout`` is the group's own.  The group's methods are called directly, since the functions of
+    torch.distributed around them check again for each message what cannot change.
     """
 
-    __slots__ = ("_group", "_peers", "limit", "rank", "ranks")
+    __slots__ = ("_group", "_peers", "rank", "ranks", "timeout")
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: int, timeout: float) -> None:
         self._group = group
         self.rank = rank
         self.ranks = ranks
-        self.limit = timedelta(seconds=timeout)
+        self.timeout = timeout
         self._peers = frozenset(range(ranks)) - {rank}
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -65,7 +67,7 @@ class TaggedLink:
         try:
             return _Transfer(self._group.send([tensor], peer, lane), self, peer, lane, True)
         except RuntimeError as error:
-            raise self.failure(error, peer, lane, True, self.limit) from None
+            raise self.failure(error, peer, lane, True) from None
 
     def receive(self, peer: int, buffer: Tensor, lane: int) -> Pending:
         if peer not in self._peers:
@@ -73,11 +75,14 @@ class TaggedLink:
         try:
             return _Transfer(self._group.recv([buffer], peer, lane), self, peer, lane, False)
         except RuntimeError as error:
-            raise self.failure(error, peer, lane, False, self.limit) from None
+            raise self.failure(error, peer, lane, False) from None
 
-    def failure(self, error: RuntimeError, peer: int, lane: int, sending: bool, limit: timedelta) -> LinkError:
+    def failure(
+        self, error: RuntimeError, peer: int, lane: int, sending: bool, timeout: float | None = None
+    ) -> LinkError:
         """What an error of the backend means."""
-        return translated(error, self.rank, peer, lane, wait_text(sending, peer, lane), limit)
+        seconds = self.timeout if timeout is None else timeout
+        return translated(error, self.rank, peer, lane, wait_text(sending, peer, lane), seconds)
 
 
 class PairLink:
@@ -88,12 +93,11 @@ class PairLink:
     for each other, in an order that the two ranks agree on.  Tensors in host memory go by the tagged link.
     """
 
-    __slots__ = ("_device", "_from", "_made", "_tagged", "_to", "limit", "rank", "ranks")
+    __slots__ = ("_device", "_from", "_made", "_tagged", "_to", "rank", "ranks")
 
     def __init__(self, tagged: TaggedLink, device: torch.device) -> None:
         self.rank = tagged.rank
         self.ranks = tagged.ranks
-        self.limit = tagged.limit
         self._tagged = tagged
         self._device = device
         self._made: set[tuple[int, int]] = set()
@@ -102,8 +106,8 @@ class PairLink:
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         for source, destination in sorted(set(pairs) - self._made):
-            backend = transfer_backend(self._device)
-            group = dist.new_group([source, destination], backend=backend, timeout=self.limit)
+            backend, limit = transfer_backend(self._device), timedelta(seconds=self._tagged.timeout)
+            group = dist.new_group([source, destination], backend=backend, timeout=limit)
             if source == self.rank:
                 self._to[destination] = group
             elif destination == self.rank:
@@ -158,14 +162,14 @@ class _Queued:
 
 
 def translated(
-    error: RuntimeError, rank: int, peer: int | None, lane: int | None, what: str, limit: timedelta
+    error: RuntimeError, rank: int, peer: int | None, lane: int | None, what: str, seconds: float
 ) -> LinkError:
     """What an error of the backend means; ``what`` completes "rank 0 waits ..."."""
     text = str(error).lower()
     if "pair closure" in text:
         return LinkError(f"rank {rank} waited {what}, but can exchange nothing since it gave up an earlier wait")
     if "timed out" in text or "timeout" in text:
-        return TransferTimeout(rank, peer, lane, what, limit.total_seconds())
+        return TransferTimeout(rank, peer, lane, what, seconds)
     if any(sign in text for sign in _SIGNS_OF_DEATH):
         return RankDied(rank, peer, lane, what)
     return LinkError(f"rank {rank} waited {what}: {error}")

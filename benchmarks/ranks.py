@@ -1,0 +1,56 @@
+"""Running a benchmark's worker on several ranks, and saying the result in one form."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """One measured point: ``ratio`` is ours over ``peer``'s, and must not exceed ``bar``."""
+
+    name: str
+    ours: float
+    peer: float
+    bar: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.peer
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio <= self.bar
+
+
+def run_ranks(script: str, ranks: int, arguments: Sequence[str], *, timeout: float = 600.0) -> Any:
+    """Start ``script --worker ...`` under torchrun with one thread a rank; the JSON of its last line of output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [*command, script, "--worker", *arguments], env=environment, timeout=timeout, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script} {' '.join(arguments)} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def report(rows: Sequence[Row], *, as_json: bool, unit: str) -> int:
+    """Print the rows; 1 if one of them is beyond its bar, else 0."""
+    for row in rows:
+        if as_json:
+            values = {**row._asdict(), "ratio": row.ratio, "ok": row.ok}
+            print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in values.items()}))
+        else:
+            mark = "ok" if row.ok else "FAILED"
+            print(f"{row.name:52} {row.ours:10.4f} {row.peer:10.4f} {unit:4} {row.ratio:7.4f} <= {row.bar:<6} {mark}")
+    return int(not all(row.ok for row in rows))
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)

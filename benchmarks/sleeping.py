@@ -1,0 +1,77 @@
+"""Does a schedule take as long as it is said to? Layers that sleep, F = I = W = 20 ms a rank, against the simulator.
+
+    python benchmarks/sleeping.py [--ranks 4] [--micro-batches 8 16] [--schedules 1f1b interleaved-1f1b:2] [--json]
+
+A step is measured from one train_batch to the next, so that reading, both agreements and the optimizer count too;
+it is simulated with costs of exactly 20 ms and with the measured latency of the link. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+
+from ranks import Row, median, report, run_ranks
+
+SECONDS = 0.020
+STEPS = 7
+BAR = 1.03
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved-1f1b:2"], metavar="NAME[:V]")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.schedules[0], options.micro_batches[0])
+        return 0
+    rows = []
+    for name, micro_batches in itertools.product(options.schedules, options.micro_batches):
+        arguments = ["--schedules", name, "--micro-batches", str(micro_batches)]
+        found = run_ranks(__file__, options.ranks, arguments)
+        label = f"{name} p{options.ranks} m{micro_batches}, {1e6 * found['hop']:.0f} us a hop"
+        rows.append(Row(label, found["measured"], found["simulated"], BAR))
+    return report(rows, as_json=options.json, unit="s")
+
+
+def worker(name: str, micro_batches: int) -> None:
+    import torch
+    from sleeping_layers import Sleep
+
+    from pipeline import LayerSpec, PipelineModule, initialize
+    from pipeline.profiler import measure_hop
+    from schedules import Costs, simulate
+
+    name, _, stages = name.partition(":")
+    per_rank = int(stages or 1)
+    world = int(__import__("os").environ["WORLD_SIZE"])
+    share = SECONDS / per_rank
+    module = PipelineModule(
+        [LayerSpec(Sleep, share, share, share) for _ in range(world * per_rank)],
+        loss_fn=lambda output, target: (output - target).square().mean(),
+    )
+    config = {"schedule": name, "stages_per_rank": per_rank, "micro_batches": micro_batches, "partition": "uniform"}
+    engine = initialize(module, config=config, optimizer=torch.optim.SGD)
+    items = itertools.repeat((torch.zeros(4, 8), torch.zeros(4, 8)))
+    engine.train_batch(items)
+    times = []
+    for _ in range(STEPS):
+        engine.mesh.world.barrier()
+        started = time.perf_counter()
+        engine.train_batch(items)
+        times.append(time.perf_counter() - started)
+    hop = measure_hop(engine.mesh, 4 * 8 * 4)
+    simulated = simulate(engine.schedule, Costs(F=share, I=share, W=share, hop=hop)).step_time
+    if engine.mesh.rank == 0:
+        print(json.dumps({"measured": median(times), "all": times, "simulated": simulated, "hop": hop}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

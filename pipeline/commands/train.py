@@ -1,0 +1,94 @@
+"""``pipeloom train``: trains any model by name, in this process or on all ranks that torchrun starts."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.commands import loading
+from pipeline.config import PipelineConfig
+from pipeline.errors import ConfigError, EndOfData, ModelError, PipelineError
+from schedules.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from pipeline.engine import Engine
+
+bad_input = (loading.CannotLoad, ConfigError, ModelError, ScheduleError, OSError)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    loading.add_model(parser)
+    parser.add_argument("--config", metavar="FILE", help="settings, a TOML, YAML or JSON file; options go over them")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="stop after this many steps (default: when the data end)"
+    )
+    parser.add_argument(
+        "--optimizer", default="torch.optim:AdamW", metavar="FILE:NAME",
+        help="an optimizer class or a function of parameter groups (default: torch.optim:AdamW)",
+    )  # fmt: skip
+    parser.add_argument("--lr", type=float, metavar="RATE", help="learning rate (default: the optimizer's own)")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save here when training ends")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --checkpoints")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="draw the last step: .html, .png, .svg or .json")
+    PipelineConfig.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from pipeline.engine import initialize
+
+    module = loading.load_model(options)
+    config = PipelineConfig.load(options.config, options)
+    optimizer = loading.load(options.optimizer)
+    if options.lr is not None:
+        optimizer = partial(optimizer, lr=options.lr)
+    engine = initialize(module, config=config, optimizer=optimizer)
+    data = loading.load_data(options)
+    if options.resume:
+        engine.load_checkpoint(_checkpoints(options))
+        _skip(data, engine.steps * config.micro_batches)
+    _train(engine, data, options.steps)
+    if options.checkpoints is not None:
+        _say(engine, f"saved {engine.save_checkpoint(options.checkpoints)}")
+    _draw(engine, options.save)
+    return 0
+
+
+def _train(engine: Engine, data: Any, steps: int | None) -> None:
+    from pipeline.progress import progress
+
+    with progress(engine, total=steps) as show:
+        while steps is None or engine.steps < steps:
+            try:
+                show(engine.train_batch(data))
+            except EndOfData:
+                break
+
+
+def _draw(engine: Engine, path: Path | None) -> None:
+    try:
+        measured = engine.timeline()
+    except PipelineError:
+        return  # nothing was trained
+    if path is not None:
+        measured.save(path, over=[] if engine.profile is None else [engine.predicted_timeline()])
+        _say(engine, f"drew the last step in {path}")
+
+
+def _skip(data: Any, items: int) -> None:
+    next(itertools.islice(data, items, items), None)
+
+
+def _checkpoints(options: argparse.Namespace) -> Path:
+    if options.checkpoints is None:
+        raise ConfigError("--resume needs --checkpoints DIR, where the checkpoint is")
+    found: Path = options.checkpoints
+    return found
+
+
+def _say(engine: Engine, text: str) -> None:
+    if engine.mesh.rank == 0:
+        sys.stdout.write(f"{text}\n")

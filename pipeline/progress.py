@@ -1,0 +1,108 @@
+"""What a run tells its user in the terminal: live progress, and the prediction beside the measurement."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from schedules import Timeline
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.engine import Engine
+
+__all__ = ["Report", "beside", "live"]
+
+Report = Callable[["Tensor"], None]
+
+_WINDOW = 20  # steps over which speed is averaged
+_REFRESH = 0.1  # seconds between two looks at the loss, which a device would have to be waited for
+_LINES = 20  # lines that a run writes into a log
+
+
+class _Mark(NamedTuple):
+    """What was known at the end of one step."""
+
+    time: float
+    bubble: float
+
+
+@contextmanager
+def live(
+    engine: Engine, steps: int, *, unit: str = "rows", amount: int = 1, console: Console | None = None
+) -> Iterator[Report]:
+    """Show a training run up to ``steps`` while it goes on; gives the function to call after each step.
+
+    Use it as ``with live(engine, steps) as report: report(engine.train_batch(batches))``.  ``amount`` is how
+    many of ``unit`` one step takes, over all data-parallel copies.  Loss, speed and bubble stand in a line that
+    renews itself in a terminal, and in about twenty lines elsewhere.  Only the first rank writes; on the others
+    the function does nothing.
+    """
+    if engine.mesh.rank != 0:
+        yield lambda loss: None
+        return
+    console = console or Console(highlight=False)
+    every = max(1, steps // _LINES)
+    marks: deque[_Mark] = deque(maxlen=_WINDOW + 1)
+    with _bar(console) as bar:
+        task = bar.add_task("", total=steps, completed=engine.steps, figures="")
+        shown = 0.0
+
+        def report(loss: Tensor) -> None:
+            nonlocal shown
+            now = time.perf_counter()
+            marks.append(_Mark(now, engine.stats.bubble if engine.stats else 0.0))
+            last = engine.steps >= steps
+            if console.is_terminal:
+                if last or now - shown >= _REFRESH:
+                    shown = now
+                    bar.update(task, completed=engine.steps, figures=_figures(loss, marks, unit, amount))
+            elif last or engine.steps % every == 0:
+                console.print(f"step {engine.steps}/{steps}  {_figures(loss, marks, unit, amount)}")
+
+        yield report
+
+
+def _bar(console: Console) -> Progress:
+    """A progress bar, which shows nothing where there is no terminal to draw it in."""
+    return Progress(
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def _figures(loss: Tensor, marks: deque[_Mark], unit: str, amount: int) -> str:
+    """Loss, speed and bubble; the last two as means over the last steps.
+
+    The speed counts from the end of the first step seen, which may have included measuring the layers.
+    """
+    bubble = 100 * sum(mark.bubble for mark in marks) / len(marks)
+    took = marks[-1].time - marks[0].time
+    speed = f"{amount * (len(marks) - 1) / took:,.0f} {unit}/s  " if took else ""
+    return f"loss {float(loss):.3f}  {speed}bubble {bubble:.1f} %"
+
+
+def beside(predicted: Timeline, measured: Timeline) -> Table:
+    """A table of both: the step, each rank's bubble, and what the prediction was off by."""
+    table = Table(title=measured.schedule.name)
+    for name in ("", "predicted", "measured", "difference"):
+        table.add_column(name, justify="right" if name else "left")
+    before, after = (1e3 * timeline.step_time for timeline in (predicted, measured))
+    table.add_row("step", f"{before:.1f} ms", f"{after:.1f} ms", f"{100 * (after / before - 1):+.1f} %")
+    names = [*(f"bubble, rank {rank}" for rank in range(measured.schedule.ranks)), "bubble, mean"]
+    bubbles = ([100 * part for part in (*timeline.idle, timeline.bubble)] for timeline in (predicted, measured))
+    for name, before, after in zip(names, *bubbles, strict=True):
+        table.add_row(name, f"{before:.1f} %", f"{after:.1f} %", f"{after - before:+.1f} points")
+    return table
