@@ -31,8 +31,8 @@ def split(
 
     The result has the smallest bottleneck, the largest sum of a rank; among those the most even rank sums,
     that is the least sum of squares; then, where a rank carries several parts, the most even parts; ties go
-    to earlier cuts. With one part a rank it is exact, otherwise as far as ``split_chunks`` says. Sums that differ
-    by less than 1e-12 of them are equal. If all weights are 0, layers are counted.
+    to earlier cuts. With one part a rank it is exact, otherwise as far as ``split_chunks`` says. Sums that
+    differ by less than 1e-12 of them are equal. If all weights are 0, layers are counted.
 
     rank_of_part: (parts,), the rank that carries each part; part s is on rank s % (parts / stages_per_rank)
     unless given. memory: (layers,), or (parts, layers) where a layer needs more in one part than in another,

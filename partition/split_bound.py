@@ -99,7 +99,7 @@ def good_split(sums: Ints, starts: Ints, first: Ints, last: Ints) -> Ints | None
         high = min(last[part + 1], int(np.searchsorted(starts[part], cut, side="right")) - 1)
         if low > high:
             return None
-        cuts[part + 1] = np.clip(nearest(sums, goal), low, high)
+        cuts[part + 1] = min(max(int(nearest(sums, goal)), low), high)
     return evened(sums, starts, cuts)
 
 
