@@ -34,7 +34,15 @@ from typing import Any, cast
 __all__ = ["Outcome", "run_processes", "try_processes"]
 
 _ROOT = str(Path(__file__).resolve().parents[2])
-_PRELOAD = ["__main__", "torch", "torch.distributed", "torch.distributed.device_mesh", "pipeline.engine"]
+# torch imports its compiler when it makes the first optimizer, which takes seconds.
+_PRELOAD = [
+    "__main__",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "pipeline.engine",
+]
 
 
 @dataclass(frozen=True)
