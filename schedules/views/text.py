@@ -73,7 +73,8 @@ def draw(
     for heading, one in zip(headings(timelines), timelines, strict=True):
         title = f"{heading}: {shape(one.schedule)}" + ("" if one.kind in heading else f" ({one.kind})")
         lines += _wrapped(title, width)
-        lines += [*_rows(one, scale, columns, colour), _axis(timelines, scale, unit, width), *_numbers(one, unit, width), ""]
+        lines += [*_rows(one, scale, columns, colour), _axis(timelines, scale, unit, width)]
+        lines += [*_numbers(one, unit, width), ""]
     for other in timelines[1:]:
         lines += [*_wrapped(timeline.difference(other).text(), width), ""]
     lines += _legend(timelines, width, [crowded(one, scale / SHORTEST) for one in timelines])

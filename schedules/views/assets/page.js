@@ -1,14 +1,12 @@
 // The page itself: where rows stand, which part of the step is in view, and what is under the pointer.
 
 const $ = id => document.getElementById(id);
-const GUTTER = { left: 74, right: 132 }, AXIS = 26, MEMORY = 104, MOST = 64, WINDOW = 16;
+const GUTTER = { left: 74, right: 132 }, AXIS = 26, MEMORY = 104, WINDOW = 16;
 const state = { from: 0, to: page.end, byRank: false, critical: false, first: 0, x: null, y: null, seen: null };
-let layout, patterns;
+let layout, patterns, width, inner; // where things are, measured by every draw: pixels of the chart and of its time axis
 
-const width = () => $("chart").clientWidth;
-const inner = () => Math.max(50, width() - GUTTER.left - GUTTER.right);
-const scale = time => GUTTER.left + ((time - state.from) / (state.to - state.from)) * inner();
-const timeAt = x => state.from + ((x - GUTTER.left) / inner()) * (state.to - state.from);
+const scale = time => GUTTER.left + ((time - state.from) / (state.to - state.from)) * inner;
+const timeAt = x => state.from + ((x - GUTTER.left) / inner) * (state.to - state.from);
 
 // The rows that are drawn: all of them up to 64 ranks, else a window of 16 which the overview moves.
 function rowsOf(timeline) {
@@ -55,10 +53,12 @@ function arrange() {
 
 function draw() {
   page.dark = document.documentElement.dataset.theme === "dark";
+  width = $("chart").clientWidth;
+  inner = Math.max(50, width - GUTTER.left - GUTTER.right);
   layout = arrange();
-  paintAxis(surface($("axis"), width(), AXIS),
-    { left: GUTTER.left, width: inner(), height: AXIS }, state, scale);
-  const pen = surface($("rows"), width(), layout.height);
+  paintAxis(surface($("axis"), width, AXIS),
+    { left: GUTTER.left, width: inner, height: AXIS }, state, scale);
+  const pen = surface($("rows"), width, layout.height);
   patterns = page.causes.map(cause => hatch(pen, cause));
   const highest = Math.max(1e-9, ...page.timelines.map(timeline => Math.max(...timeline.peaks)));
   for (const item of layout.items) {
@@ -69,8 +69,8 @@ function draw() {
       pen.fillText(item.words, 0, item.y + 11);
       pen.font = font(11);
       pen.fillStyle = css("--soft");
-      pen.fillText("idle", GUTTER.left + inner() + 10, item.y + 12);
-      pen.fillText("by cause", GUTTER.left + inner() + 62, item.y + 12);
+      pen.fillText("idle", GUTTER.left + inner + 10, item.y + 12);
+      pen.fillText("by cause", GUTTER.left + inner + 62, item.y + 12);
     } else if (item.what === "row") {
       drawRow(pen, item);
     } else {
@@ -95,7 +95,7 @@ function drawRow(pen, { timeline, row, label, y, height }) {
     for (const i of row.critical) outline(pen, row, i, y, height);
     pen.lineWidth = 1;
   }
-  const x = GUTTER.left + inner() + 10;
+  const x = GUTTER.left + inner + 10;
   pen.textAlign = "left";
   pen.fillStyle = css("--ink");
   pen.fillText(percent(row.idle), x, y + height / 2 + 0.5);
@@ -121,9 +121,9 @@ function drawMemory(pen, { timeline, y, height }, highest) {
   named.forEach((row, index) => {
     const share = rows.length > 1 ? rows.indexOf(row) / (rows.length - 1) : 0;
     pen.fillStyle = rankColour(share);
-    pen.fillRect(GUTTER.left + inner() + 10, y + 7 + 13 * index, 12, 2);
+    pen.fillRect(GUTTER.left + inner + 10, y + 7 + 13 * index, 12, 2);
     pen.fillStyle = css("--soft");
-    pen.fillText(`rank ${row.rank}: peak ${amount(timeline.peaks[row.rank])}`, GUTTER.left + inner() + 27, y + 8 + 13 * index);
+    pen.fillText(`rank ${row.rank}: peak ${amount(timeline.peaks[row.rank])}`, GUTTER.left + inner + 27, y + 8 + 13 * index);
   });
 }
 
@@ -136,23 +136,24 @@ function drawEnd(pen, timeline) {
   pen.setLineDash([3, 3]);
   pen.beginPath(); pen.moveTo(x, mine[0].y - 3); pen.lineTo(x, mine.at(-1).y + mine.at(-1).height + 3); pen.stroke();
   pen.setLineDash([]);
-  if (page.end - timeline.step < page.end * 0.06) return;
+  const words = `step ${duration(timeline.step)}`;
   pen.textAlign = "left";
   pen.font = font(11);
+  if (GUTTER.left + inner - x < pen.measureText(words).width + 8) return;
   pen.fillStyle = css("--soft");
-  pen.fillText(`step ${duration(timeline.step)}`, x + 6, mine[0].y + mine[0].height / 2);
+  pen.fillText(words, x + 6, mine[0].y + mine[0].height / 2);
 }
 
 function drawOverview(timeline) {
   if (!timeline.overview) return;
   const { rows, columns, cells } = timeline.overview;
   const canvas = $(`overview-${timeline.index}`), height = rows * Math.max(2, Math.floor(256 / rows));
-  const pen = surface(canvas, width(), height + 20);
+  const pen = surface(canvas, width, height + 20);
   pen.font = font(13, 650);
   pen.fillStyle = css("--ink");
   const some = timeline.rows.length < timeline.ranks ? `, ${timeline.rows.length} of them in detail below` : "";
   pen.fillText(`${timeline.title}: all ${timeline.ranks} ranks${some}`, 0, 8);
-  const box = { x: GUTTER.left, y: 20, width: inner(), height };
+  const box = { x: GUTTER.left, y: 20, width: inner, height };
   paintShares(pen, cells, rows, columns, { ...box, width: box.width * (timeline.step / page.end) }, 255);
   pen.font = font(11);
   pen.textAlign = "right";
@@ -168,13 +169,13 @@ function drawOverview(timeline) {
 }
 
 function outline(pen, row, i, y, height) {
-  const x = Math.max(GUTTER.left, scale(row.start[i])), end = Math.min(GUTTER.left + inner(), scale(row.end[i]));
+  const x = Math.max(GUTTER.left, scale(row.start[i])), end = Math.min(GUTTER.left + inner, scale(row.end[i]));
   if (end > x) pen.strokeRect(x + 0.5, y + 0.5, Math.max(1, end - x - 1.5), height - 1);
 }
 
 // The pointer's line, the micro-batch under it wherever it runs, or the action that a bubble waits for.
 function drawOver() {
-  const pen = surface($("over"), width(), AXIS + layout.height);
+  const pen = surface($("over"), width, AXIS + layout.height);
   if (state.x === null) return;
   pen.translate(0, AXIS);
   pen.strokeStyle = css("--cursor");
@@ -191,7 +192,7 @@ function drawOver() {
       outline(pen, row, seen.found[1], y, height);
     }
   }
-  if (state.x < GUTTER.left || state.x > GUTTER.left + inner()) return;
+  if (state.x < GUTTER.left || state.x > GUTTER.left + inner) return;
   pen.lineWidth = 1;
   pen.globalAlpha = 0.5;
   pen.beginPath(); pen.moveTo(Math.round(state.x) + 0.5, 0); pen.lineTo(Math.round(state.x) + 0.5, layout.height); pen.stroke();
@@ -200,7 +201,7 @@ function drawOver() {
 function look(x, y) {
   const item = layout.items.find(one => y >= one.y - 1 && y <= one.y + one.height + 2);
   const time = timeAt(x);
-  if (!item || item.what === "title" || x < GUTTER.left || x > GUTTER.left + inner()) return null;
+  if (!item || item.what === "title" || x < GUTTER.left || x > GUTTER.left + inner) return null;
   if (item.what === "memory") return { ...item, time };
   const span = at(item.row, time), bubble = span < 0 ? at(item.row.bubbles, time) : -1;
   if (span >= 0) {
@@ -311,7 +312,7 @@ function listen() {
   addEventListener("pointerup", () => { drag = null; });
   chart.addEventListener("pointermove", event => {
     if (drag && Math.abs(event.clientX - drag.x) > 2) {
-      const length = state.to - state.from, from = drag.from - ((event.clientX - drag.x) / inner()) * length;
+      const length = state.to - state.from, from = drag.from - ((event.clientX - drag.x) / inner) * length;
       show(from, from + length);
     }
     hover(event);
@@ -322,7 +323,7 @@ function listen() {
     const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
     if (!event.ctrlKey && !event.metaKey && !sideways) return; // plain scrolling moves the page
     event.preventDefault();
-    if (sideways) move(event.deltaX / inner());
+    if (sideways) move(event.deltaX / inner);
     else zoom(Math.exp(Math.max(-60, Math.min(60, event.deltaY)) * 0.006), timeAt(event.clientX - chart.getBoundingClientRect().left));
   }, { passive: false });
   const keys = {
@@ -382,7 +383,7 @@ function addOverviews() {
       const rank = ((event.clientY - box.top - 20) / (box.height - 20)) * timeline.ranks;
       const nearest = timeline.rows.findIndex(row => row.rank >= rank - WINDOW / 2);
       state.first = Math.max(0, Math.min(nearest < 0 ? Infinity : nearest, timeline.rows.length - WINDOW));
-      const centre = ((event.clientX - box.left - GUTTER.left) / inner()) * page.end;
+      const centre = ((event.clientX - box.left - GUTTER.left) / inner) * page.end;
       show(centre - length / 2, centre + length / 2);
     };
     canvas.addEventListener("pointerdown", go);
