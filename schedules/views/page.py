@@ -1,7 +1,7 @@
 """A timeline as one HTML file that needs no network, no library and no server.
 
 The file holds its numbers packed and draws them on a canvas. Its parts lie in ``assets/``, in reading order page.html,
-page.css, data.js (unpack, and look up), paint.js (draw one thing), page.js (place things, zoom, hover).
+page.css, data.js (unpack, and look up), paint.js (draw one thing), place.js (draw all), act.js (zoom, move, explain).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def draw(timeline: Timeline, *, over: Timeline | Sequence[Timeline] = (), unit: 
         "summary": _summary(names, timelines, unit),
         "tables": "".join(_ranks(name, one) for name, one in zip(names, timelines, strict=True)),
         "style": _asset("page.css"),
-        "script": "\n".join(map(_asset, ("data.js", "paint.js", "page.js"))),
+        "script": "\n".join(map(_asset, ("data.js", "paint.js", "place.js", "act.js"))),
         "data": data.replace("<", "\\u003c"),  # a name with "</script>" in it would end the element
         "numbers": base64.b64encode(zlib.compress(bytes(numbers), level=6)).decode(),
     }
