@@ -23,6 +23,7 @@ __all__ = ["BYTES_PER_RANK", "At", "Board", "State", "hang_report"]
 _CODE, _SINCE, _STEP, _FAILED, _PROCESS = range(5)
 _WORDS = 8
 BYTES_PER_RANK = 8 * _WORDS
+_ELSEWHERE = -1  # instead of the number of a process, which means nothing on another host
 
 
 class At(enum.IntEnum):
@@ -101,6 +102,15 @@ class Board:
     def failed(self, rank: int, step: int) -> bool:
         """Whether a rank has failed in this step.  False may also mean that it is on another host."""
         return self._words[rank * _WORDS + _FAILED] == step + 1
+
+    def copy(self, rank: int, state: State) -> None:
+        """Write down what a rank of another host was heard to do, for those of this host."""
+        base = rank * _WORDS
+        self._words[base + _CODE] = state.code
+        self._times[base + _SINCE] = self._clock() - state.seconds  # clocks of hosts have nothing in common
+        self._words[base + _FAILED] = state.step + 1 if state.failed else 0
+        self._words[base + _STEP] = state.step
+        self._words[base + _PROCESS] = _ELSEWHERE
 
     def state(self, rank: int) -> State:
         """What a rank last wrote."""
@@ -231,8 +241,8 @@ def _activity(state: State, row: Sequence[Instruction]) -> str:
 
 
 def _alive(process: int) -> bool:
-    """Whether a process of this host exists.  Negative numbers stand for processes elsewhere."""
-    if process < 0:
+    """Whether a process exists, as far as one can see from this host."""
+    if process == _ELSEWHERE:
         return True
     try:
         os.kill(process, 0)

@@ -19,6 +19,7 @@ from pipeline.links.distributed_link import PairLink, TaggedLink
 from pipeline.links.host_memory import shared_bytes
 from pipeline.links.local_group import alone
 from pipeline.links.protocol import Group, Link, own_part
+from pipeline.links.relay import relay_between_hosts
 from pipeline.watch import BYTES_PER_RANK, At, Board
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ def _leave() -> None:
     """
     for transport in _connected:
         transport.board.at(At.LEFT)
+        if transport.relay is not None:
+            transport.relay.stop()
     if any(transport.started for transport in _connected):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -113,6 +116,7 @@ class DistributedTransport:
         "link",
         "process_group",
         "random_lock",
+        "relay",
         "started",
         "timeout",
         "world",
@@ -132,6 +136,13 @@ class DistributedTransport:
         tagged = TaggedLink(world, rank, ranks, timeout)
         self.link: Link = PairLink(tagged, device) if uses_streams(device) else tagged
         self.board = Board(shared_bytes(self.world, BYTES_PER_RANK * ranks), rank)
+        self.relay = relay_between_hosts(self.board, self._hosts(), world.get_group_store())
+
+    def _hosts(self) -> list[tuple[int, ...]]:
+        """The ranks of each host: those that see each other on its board."""
+        self.world.barrier()  # all have written there
+        seen = tuple(rank for rank in self.world.ranks if self.board.state(rank).process)
+        return sorted(set(self.world.all_gather_object(seen)))
 
     def split(self, parts: Sequence[Sequence[int]]) -> Group:
         key = tuple(tuple(part) for part in parts)

@@ -7,9 +7,13 @@ import sys
 import time
 
 import pytest
+import torch.distributed as dist
 
+from pipeline.links.relay import Relay, relay_between_hosts
+from pipeline.mesh import make_mesh
 from pipeline.watch import BYTES_PER_RANK, At, Board, hang_report
 from schedules import Action, Instruction, Op, build, lower
+from tests.pipeline.processes import run_processes
 
 ROWS = lower(build("1f1b", ranks=3, micro_batches=4)).rows
 
@@ -201,3 +205,36 @@ def test_every_place_of_a_program_can_be_reported(monkeypatch: pytest.MonkeyPatc
             ranks.boards[rank].at(min(index, len(rows[rank]) - 1))
         lines = hang_report(ranks.boards[0], rows).splitlines()
         assert [line[:6] for line in lines[:2]] == ["rank 0", "rank 1"]
+
+
+# -- several hosts -------------------------------------------------------------------------------------------
+
+
+def _two_hosts() -> list[tuple[int, int, bool, bool]]:
+    """Ranks 0 and 1 on one host, rank 2 on another, as far as their boards tell."""
+    mesh = make_mesh(device="cpu")
+    hosts = [(0, 1), (2,)]
+    board = mesh.board if mesh.rank < 2 else Board(bytearray(BYTES_PER_RANK * 3), 2)
+    store = dist.distributed_c10d._get_default_store()
+    relay = Relay(board, hosts, store, interval=0.02) if mesh.rank != 1 else None
+    board.begin(4)
+    board.at(10 + mesh.rank)
+    if mesh.rank == 2:
+        board.fail(4)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and [board.state(rank).code for rank in range(3)] != [10, 11, 12]:
+        time.sleep(0.02)
+    states = [board.state(rank) for rank in range(3)]
+    mesh.world.barrier()
+    if relay is not None:
+        relay.stop()
+    return [(state.code, state.step, board.failed(rank, 4), state.seconds < 60) for rank, state in enumerate(states)]
+
+
+def test_boards_of_several_hosts_are_kept_alike() -> None:
+    expected = [(10, 4, False, True), (11, 4, False, True), (12, 4, True, True)]
+    assert run_processes(_two_hosts, 3) == [expected] * 3
+
+
+def test_nothing_is_relayed_on_one_host() -> None:
+    assert relay_between_hosts(Board.alone(0, 2), [(0, 1)], dist.HashStore()) is None
