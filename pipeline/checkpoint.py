@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,22 @@ def save(
 
 def _write(tensors: dict[str, Tensor], path: Path, mesh: Mesh) -> None:
     """Every rank writes its own tensors; ranks that are threads of one process have one writer."""
-    writer = FileSystemWriter(path)
-    if not mesh.random_lock is not None:
-        write(tensors, storage_writer=writer, no_dist=mesh.size == 1)
+    if mesh.size > 1 and mesh.random_lock is None:
+        write(tensors, storage_writer=FileSystemWriter(path))
         return
     everyone = mesh.world.all_gather_object(tensors)
     if mesh.rank == 0:
         merged = {name: tensor for part in everyone for name, tensor in part.items()}
-        write(merged, storage_writer=writer, no_dist=True)
+        with _for_itself():
+            write(merged, storage_writer=FileSystemWriter(path), no_dist=True)
+
+
+@contextmanager
+def _for_itself() -> Iterator[None]:
+    """A process reads or writes without the others, on purpose: torch need not warn of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def latest(path: Path) -> Path:
@@ -113,8 +122,7 @@ def load_tensors(path: Path, wanted: Mapping[str, Tensor]) -> None:
                 f"{path}: {name} has shape {tuple(stored[name].size)}, the model needs {tuple(tensor.shape)}"
             )
     if wanted:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads for itself
+        with _for_itself():
             load(dict(wanted), storage_reader=FileSystemReader(path), no_dist=True)
 
 

@@ -20,7 +20,7 @@ from pipeline.batch import Item
 from pipeline.build import ParamGroups, check_ready_modules
 from pipeline.config import PipelineConfig
 from pipeline.device import set_threads
-from pipeline.errors import CheckpointError, LinkError, NonFiniteLoss, NotPlanned
+from pipeline.errors import CheckpointError, ConfigError, LinkError, NonFiniteLoss, NotPlanned
 from pipeline.exchange import Forms, ShapeTable
 from pipeline.executor import Executor
 from pipeline.intake import take_in
@@ -36,7 +36,7 @@ from pipeline.state import gather_to_first, load_named, named_state
 from pipeline.step import Step
 from pipeline.update import MakeOptimizer, MakeScheduler, Updater, clipping_factor
 from pipeline.watch import At
-from schedules import Schedule, Timeline
+from schedules import Timeline
 
 __all__ = ["Engine", "StepStats", "initialize"]
 
@@ -127,6 +127,8 @@ class Engine:
         check_ready_modules(module, mesh.world)
         self.schedule = plan_for(config, module, mesh, cuts=(0, len(module))).build_schedule()
         """The schedule of a whole training step."""
+        if self.schedule.forward_only and make_optimizer is not None:
+            raise ConfigError(f"schedule {config.schedule!r} has no backward; to train, set schedule to another, as 1f1b")
         if len(module) < self.schedule.num_layer_groups and not isinstance(config.partition, tuple):
             raise FewerLayersThanStages(len(module), self.schedule.num_layer_groups)
         if config.partition != "profile" or self.profile is not None:
@@ -144,10 +146,10 @@ class Engine:
         Raises ``EndOfData`` when no item is left, ``StepFailed`` on all ranks when a layer raised on one,
         ``NonFiniteLoss`` for a loss or gradient that is not finite; the model is then as it was before the step.
         """
-        _, closing = self._run(source, train=True, with_loss=True)
-        runner = self._planned()
-        if runner.update is None:
+        if self._make[0] is None:
             raise NotPlanned("this engine has no optimizer, so it cannot train; pass optimizer=... to initialize")
+        _, closing = self._run(source, train=True, with_loss=True)
+        runner, update = self._planned(), self._updater()
         norm = closing.gradient_norm
         if self.config.nonfinite_loss == "raise" and not math.isfinite(float(closing.loss)):
             runner.zero_gradients()
@@ -157,8 +159,8 @@ class Engine:
             )
         factor = clipping_factor(norm, self.config.gradient_clipping)
         if factor != 1.0:
-            runner.update.scale_gradients(factor)
-        runner.update.step()
+            update.scale_gradients(factor)
+        update.step()
         runner.zero_gradients()
         self.steps += 1
         self.stats = StepStats(closing.span, 1 - sum(closing.busy) / (closing.span * self.mesh.size), norm)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -216,12 +217,30 @@ class Layer:
         return caught
 
     def _recompute(self, call: LayerCall, value: Value) -> None:
-        buffers = [] if self.module is None else [(b, b.clone()) for b in self.module.buffers()]
         call.kept, call.losses = None, []
-        self._forward_with_graph(value, call)
-        with torch.no_grad():  # running statistics saw this micro-batch in the forward already
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        with _own_buffers(self.module):
+            self._forward_with_graph(value, call)
+
+
+@contextmanager
+def _own_buffers(module: nn.Module | None) -> Iterator[None]:
+    """While open, a module works on copies of its buffers.
+
+    Running statistics saw this micro-batch in its first forward already; and the graph of the second keeps the copies,
+    which nothing changes any more.
+    """
+    copies: dict[int, Tensor] = {}
+    originals: list[tuple[nn.Module, str, Tensor]] = []
+    for child in module.modules() if module is not None else ():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                originals.append((child, name, buffer))
+                child._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+    try:
+        yield
+    finally:
+        for child, name, buffer in originals:
+            child._buffers[name] = buffer
 
 
 def _copied(value: Value) -> Value:

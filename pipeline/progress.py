@@ -42,9 +42,9 @@ def live(
     """Show a training run up to ``steps`` while it goes on; gives the function to call after each step.
 
     Use it as ``with live(engine, steps) as report: report(engine.train_batch(batches))``.  ``amount`` is how
-    many of ``unit`` one step takes, over all data-parallel copies.  Loss, speed and bubble stand in a line that
-    renews itself in a terminal, and in about twenty lines elsewhere.  Only the first rank writes; on the others
-    the function does nothing.
+    many of ``unit`` one step takes, over all data-parallel copies.  Loss, speed and bubble stand in a line
+    that renews itself in a terminal, and in about twenty lines elsewhere.  Only the first rank writes; on the
+    others the function does nothing.
     """
     if engine.mesh.rank != 0:
         yield lambda loss: None
@@ -102,7 +102,7 @@ def beside(predicted: Timeline, measured: Timeline) -> Table:
     before, after = (1e3 * timeline.step_time for timeline in (predicted, measured))
     table.add_row("step", f"{before:.1f} ms", f"{after:.1f} ms", f"{100 * (after / before - 1):+.1f} %")
     names = [*(f"bubble, rank {rank}" for rank in range(measured.schedule.ranks)), "bubble, mean"]
-    bubbles = ([100 * part for part in (*timeline.idle, timeline.bubble)] for timeline in (predicted, measured))
+    bubbles = ([100 * part for part in (*one.idle, one.bubble)] for one in (predicted, measured))
     for name, before, after in zip(names, *bubbles, strict=True):
         table.add_row(name, f"{before:.1f} %", f"{after:.1f} %", f"{after - before:+.1f} points")
     return table

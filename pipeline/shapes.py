@@ -1,4 +1,4 @@
-"""What a value that crosses from layer to layer looks like: its structure, shapes, types and constants."""
+"""What a value that crosses from layer to layer looks like: structure, shapes, types, order in memory, constants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,26 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["Constant", "Form", "TensorForm", "Value", "fits", "flatten", "form_of", "unflatten"]
+__all__ = [
+    "Constant",
+    "Form",
+    "Order",
+    "Same",
+    "TensorForm",
+    "Value",
+    "entering",
+    "fits",
+    "flatten",
+    "form_of",
+    "in_order",
+    "memory",
+    "memory_order",
+    "settled",
+    "unflatten",
+]
+
+Order = tuple[int, ...] | None
+"""The dimensions of a tensor as they lie in memory, the outermost first; None where that is their own order."""
 
 
 class TensorForm(NamedTuple):
@@ -18,12 +37,26 @@ class TensorForm(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
+    order: Order = None
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor of this form, uninitialised."""
+        if self.order is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        lying = torch.empty([self.shape[d] for d in self.order], dtype=self.dtype, device=device)
+        return lying.permute(_inverse(self.order))
 
 
 class Constant(NamedTuple):
     """A leaf that is not a tensor: it crosses as it is."""
 
     value: Any
+
+
+class Same(NamedTuple):
+    """A leaf that is the very tensor which is the leaf at an earlier place: it crosses once and stays one."""
+
+    place: int
 
 
 class Form(NamedTuple):
@@ -46,7 +79,7 @@ def _unpickled(nesting: Any, leaves: tuple[TensorForm | Constant, ...]) -> Form:
 
 def _shown(leaf: TensorForm | Constant) -> str:
     if isinstance(leaf, Constant):
-        return repr(leaf.value)
+        return f"leaf {leaf.value.place} again" if isinstance(leaf.value, Same) else repr(leaf.value)
     return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
 
 
@@ -62,12 +95,25 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec | None]:
     """The leaves of a nesting of tensors, and its structure; a lone tensor is its own leaf."""
     if isinstance(value, Tensor):
         return [value], None
-    return tree_flatten(value)
+    leaves, structure = tree_flatten(value)
+    places: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and places.setdefault(id(leaf), place) != place:
+            leaves[place] = Same(places[id(leaf)])
+    return leaves, structure
 
 
 def unflatten(leaves: Sequence[Any], structure: TreeSpec | None) -> Any:
     """The inverse of ``flatten``."""
-    return leaves[0] if structure is None else tree_unflatten(leaves, structure)
+    if structure is None:
+        return leaves[0]
+    return tree_unflatten([leaves[x.place] if isinstance(x, Same) else x for x in leaves], structure)
+
+
+def entering(nesting: Any) -> Value:
+    """What comes from outside of the model: no gradient flows back for any of it."""
+    leaves, structure = flatten(nesting)
+    return Value(leaves, structure, (False,) * len(leaves))
 
 
 def form_of(value: Value) -> Form:
@@ -75,7 +121,9 @@ def form_of(value: Value) -> Form:
     return Form(
         value.structure,
         tuple(
-            TensorForm(tuple(leaf.shape), leaf.dtype, needs) if isinstance(leaf, Tensor) else Constant(leaf)
+            TensorForm(tuple(leaf.shape), leaf.dtype, needs, memory_order(leaf))
+            if isinstance(leaf, Tensor)
+            else Constant(leaf)
             for leaf, needs in zip(value.leaves, value.needs_gradient, strict=True)
         ),
     )
@@ -96,7 +144,49 @@ def fits(value: Value, form: Form) -> bool:
             not isinstance(leaf, Tensor)
             or leaf.shape != expected.shape
             or leaf.dtype != expected.dtype
+            or memory_order(leaf) != expected.order
             or (needs and not expected.needs_gradient)
         ):
             return False
     return True
+
+
+# -- order in memory -----------------------------------------------------------------------------------------
+#
+# Sums run in the order of memory, so that a tensor must lie in it in the same way whether it has crossed ranks or
+# not.  Between layers it is dense: some order of its dimensions is contiguous.  That order crosses with it, and its
+# gradient comes back in the same one.
+
+
+def memory_order(tensor: Tensor) -> Order:
+    """How the dimensions of a dense tensor lie in memory."""
+    if tensor.is_contiguous():
+        return None
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (tensor.size(d) > 1, -tensor.stride(d))))
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The same values dense and as memory holds them: the tensor itself if it is so, else a copy without a graph."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    order = memory_order(tensor)
+    return tensor if order is None or tensor.permute(order).is_contiguous() else tensor.detach().contiguous()
+
+
+def in_order(tensor: Tensor, order: Order) -> Tensor:
+    """The same values, as memory holds them in this order: the tensor itself if it is so, else a copy."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if order is None:
+        return tensor.contiguous()
+    return tensor.permute(order).contiguous().permute(_inverse(order))
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """A contiguous view of all elements of a dense tensor, as a link takes it."""
+    order = memory_order(tensor)
+    return tensor if order is None else tensor.permute(order)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)

@@ -57,13 +57,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _train(engine: Engine, data: Any, steps: int | None) -> None:
-    from pipeline.progress import progress
+def _train(engine: Engine, data: Any, steps: int) -> None:
+    from pipeline.progress import live
 
-    with progress(engine, total=steps) as show:
-        while steps is None or engine.steps < steps:
+    with live(engine, steps, unit="micro-batches", amount=engine.config.micro_batches * engine.mesh.data) as report:
+        while engine.steps < steps:
             try:
-                show(engine.train_batch(data))
+                report(engine.train_batch(data))
             except EndOfData:
                 break
 

@@ -1,0 +1,63 @@
+"""The buffers of a layer, put back to what they were where a forward must not count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Buffers", "Snapshot"]
+
+
+class _Kept(NamedTuple):
+    place: dict[str, Tensor | None]
+    name: str
+    buffer: Tensor | None
+    copy: Tensor | None
+
+
+class Snapshot(tuple[_Kept, ...]):
+    """What buffers were at one time.
+
+    All are copied: some operators and much user code change a buffer without raising its version.
+    """
+
+    __slots__ = ()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make the buffers, and which tensors they are, what they were."""
+        for place, name, buffer, copy in self:
+            place[name] = buffer
+            if buffer is not None and copy is not None:
+                buffer.copy_(copy)
+
+
+class Buffers:
+    """The buffers of a module and its children, wherever an assignment may put others in their place."""
+
+    __slots__ = ("_owners",)
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._owners = () if module is None else tuple(child for child in module.modules() if child._buffers)
+
+    def snapshot(self) -> Snapshot:
+        """What they are now."""
+        return Snapshot(
+            _Kept(place, name, buffer, None if buffer is None else buffer.detach().clone())
+            for place, name, buffer in self._all()
+        )
+
+    def hold(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of one of them."""
+        if not self._owners:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return any(b is not None and b.untyped_storage().data_ptr() == address for _, _, b in self._all())
+
+    def _all(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor | None]]:
+        for owner in self._owners:
+            for name, buffer in owner._buffers.items():
+                yield owner._buffers, name, buffer
