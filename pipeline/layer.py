@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeline.buffers import Buffers
 from pipeline.errors import LayerError
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.queue import WeightGradQueue
 from pipeline.gradients.split import Binding
 from pipeline.losses import collected_losses
 from pipeline.random_state import key, seed_generator
-from pipeline.shapes import Form, Value, flatten, form_of, unflatten
+from pipeline.shapes import Order, Value, flatten, in_order, memory_order, settled, unflatten
 
 __all__ = ["Layer", "LayerCall", "Place", "RandomSource"]
 
@@ -41,7 +42,7 @@ class RandomSource(NamedTuple):
 class LayerCall:
     """The passage of one micro-batch through one layer: everything its backward needs."""
 
-    __slots__ = ("gradients", "kept", "losses", "outputs", "place", "queue")
+    __slots__ = ("gradients", "kept", "losses", "orders", "outputs", "place", "queue")
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -49,6 +50,7 @@ class LayerCall:
         self.outputs: list[Tensor] = []  # those that need a gradient, in order
         self.losses: list[tuple[str, Tensor]] = []
         self.gradients: tuple[Tensor | None, ...] = ()  # of the inputs that need one, left here by the gate
+        self.orders: tuple[Order, ...] = ()  # how these inputs lie in memory, and their gradients are to
         self.kept: Value | None = None  # the input, when the layer is to be recomputed
 
 
@@ -80,6 +82,7 @@ def _gate(value: Value, call: LayerCall) -> list[Any]:
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
     inputs = [leaf for leaf, needs in zip(leaves, value.needs_gradient, strict=True) if needs]
     call.gradients = (None,) * len(inputs)
+    call.orders = tuple(map(memory_order, inputs))
     if inputs:
         versions = tuple(leaf._version for leaf in inputs)
         anchor = torch.zeros((), requires_grad=True)
@@ -93,6 +96,8 @@ class Layer:
     """A layer on the rank that owns it.
 
     ``module`` is None for a plain callable.  ``recompute`` keeps only the input from the forward to the backward.
+    With ``spares_input`` the layer works on a copy of its input when it would change it in place: where the input is
+    the user's, or is to be used again.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class Layer:
         flat: FlatLayer | None = None,
         binding: Binding | None = None,
         recompute: bool = False,
+        spares_input: bool = False,
     ) -> None:
         self.index = index
         self.name = name
@@ -114,10 +120,11 @@ class Layer:
         self.flat = flat
         self.binding = binding
         self.recompute = recompute
+        self._spares_input = spares_input or recompute
         self._random = random
+        self._buffers = Buffers(module)
         self._draws: dict[bool, bool] = {}  # by training mode; only where ranks share a generator
-        self._output_needs: dict[Form, tuple[bool, ...]] = {}  # learned from the first forward, for recomputation
-        self._changes_input: bool | None = None
+        self._changes_input: dict[bool, bool] = {}  # by training mode; only where the input is spared
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -134,7 +141,7 @@ class Layer:
         with torch.no_grad():
             leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
             out, structure = flatten(self._run(leaves, value, place, losses))
-        return Value(out, structure, (False,) * len(out)), losses
+            return Value(self._handed_on(out), structure, (False,) * len(out)), losses
 
     def _forward_with_graph(self, value: Value, call: LayerCall) -> Value:
         if self.binding is not None:
@@ -142,40 +149,43 @@ class Layer:
         out, structure = flatten(self._run(_gate(value, call), value, call.place, call.losses))
         needs = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out)
         call.outputs = [leaf for leaf, need in zip(out, needs, strict=True) if need]
-        return Value(out, structure, needs)
+        return Value(self._handed_on(out), structure, needs)
 
     def _forward_to_recompute(self, value: Value, call: LayerCall) -> Value:
-        """Keep the input and drop the graph.
+        """Keep the input and drop the graph, without which nobody could tell which outputs need a gradient."""
+        once = LayerCall(call.place)
+        output = self._forward_with_graph(value, once)
+        call.kept = value
+        call.losses = [(name, loss.detach()) for name, loss in once.losses]
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
+        return Value(leaves, output.structure, output.needs_gradient)
 
-        The first forward of each form runs with a graph, which is thrown away: it tells which outputs will need a
-        gradient, and whether the layer changes its input in place, so that the input must be kept as a copy.
-        """
-        form = form_of(value)
-        needs = self._output_needs.get(form)
-        copied = self._changes_input is not False
-        call.kept = _copied(value) if copied else value
-        if needs is None:
-            probe = LayerCall(call.place)
-            before = _versions(value)
-            out, structure, needs = self._forward_with_graph(value, probe)
-            call.losses = probe.losses
-            self._output_needs[form] = needs
-            self._changes_input = bool(self._changes_input) or _versions(value) != before
-        else:
-            before = _versions(value)
-            inferred, call.losses = self.infer(value, call.place)
-            out, structure = list(inferred.leaves), inferred.structure
-            if not copied and _versions(value) != before:
-                raise LayerError(
-                    f"layer {self.name} changed its input in place, but did not when it ran first; recomputation "
-                    "needs the input as it was: set recompute so that it leaves this layer out"
-                )
-        return Value([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in out], structure, needs)
+    def _handed_on(self, leaves: Sequence[Any]) -> list[Any]:
+        """The outputs as the next layer gets them: dense, and in memory that this layer does not use again."""
+        return [self._settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def _settled(self, leaf: Tensor) -> Tensor:
+        return leaf.clone() if not leaf.requires_grad and self._buffers.hold(leaf) else settled(leaf)
 
     def _run(self, leaves: list[Any], value: Value, place: Place, losses: list[tuple[str, Tensor]]) -> Any:
-        argument = unflatten(leaves, value.structure)
+        mode = self.module is not None and self.module.training
+        changes = self._changes_input.get(mode, True)
+        if self._spares_input and changes:
+            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        before = _versions(leaves) if self._spares_input else []
         with collected_losses(losses):
-            return self._run_seeded(argument, place)
+            result = self._run_seeded(unflatten(leaves, value.structure), place)
+        if self._spares_input:
+            self._note_changes(mode, _versions(leaves) != before, spared=changes)
+        return result
+
+    def _note_changes(self, mode: bool, changed: bool, *, spared: bool) -> None:
+        if changed and not spared and self.recompute:
+            raise LayerError(
+                f"layer {self.name} changed its input in place, but did not when it ran first; recomputation "
+                "needs the input as it was: set recompute so that it leaves this layer out"
+            )
+        self._changes_input[mode] = changed or (spared and self._changes_input.get(mode, False))
 
     def _run_seeded(self, argument: Any, place: Place) -> Any:
         """Run user code with the random state of this place.
@@ -214,7 +224,7 @@ class Layer:
             with call.queue.opened(inline=not defer):
                 torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
         caught, call.gradients = call.gradients, ()
-        return caught
+        return [g if g is None else in_order(g, order) for g, order in zip(caught, call.orders, strict=True)]
 
     def _recompute(self, call: LayerCall, value: Value) -> None:
         call.kept, call.losses = None, []
@@ -243,10 +253,5 @@ def _own_buffers(module: nn.Module | None) -> Iterator[None]:
             child._buffers[name] = buffer
 
 
-def _copied(value: Value) -> Value:
-    leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
-    return Value(leaves, value.structure, value.needs_gradient)
-
-
-def _versions(value: Value) -> list[int]:
-    return [leaf._version for leaf in value.leaves if isinstance(leaf, Tensor)]
+def _versions(leaves: Sequence[Any]) -> list[int]:
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
