@@ -172,6 +172,7 @@ def build_layers(
             flat=flats.get(index),
             binding=split(built, flats[index], scratch=scratch) if built is not None else None,
             recompute=index in recompute,
+            spares_input=index == 0,
         )
     return BuiltLayers(layers, flats, groups)
 

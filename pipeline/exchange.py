@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.errors import ShapeChanged
 from pipeline.links.protocol import LANE_B, LANE_CONTROL, LANE_F, Link, Pending
-from pipeline.shapes import Form, TensorForm, Value, fits, form_of
+from pipeline.shapes import Form, TensorForm, Value, fits, form_of, memory
 
 __all__ = ["Crossing", "Forms", "Inbox", "ShapeTable", "send_gradients", "send_value", "value_from"]
 
@@ -185,11 +185,11 @@ def _without_gradients(form: Form) -> Form:
 
 
 def _send(link: Link, peer: int, tensor: Tensor, lane: int) -> Pending:
-    return link.send(peer, tensor.contiguous(), lane)
+    return link.send(peer, memory(tensor), lane)
 
 
 def _blank(form: TensorForm, device: torch.device) -> Tensor:
-    return torch.zeros(form.shape, dtype=form.dtype, device=device)
+    return form.empty(device).zero_()
 
 
 def _send_header(link: Link, peer: int, form: Form | None, device: torch.device) -> list[Pending]:
@@ -251,15 +251,9 @@ class Inbox:
     def _post_next(self) -> None:
         at = self._crossings[self._posted]
         form = self._forms.get(at)
-        buffers = (
-            []
-            if form is None
-            else [
-                torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
-                for leaf in _tensors(form, gradients=self._lane == LANE_B)
-            ]
-        )
-        pending = [self._link.receive(self._peer, buffer, self._lane) for buffer in buffers]
+        wanted = [] if form is None else _tensors(form, gradients=self._lane == LANE_B)
+        buffers = [leaf.empty(self._device) for leaf in wanted]
+        pending = [self._link.receive(self._peer, memory(buffer), self._lane) for buffer in buffers]
         self._arrivals[at] = _Arrival(form, buffers, pending)
         self._posted += 1
 

@@ -15,7 +15,7 @@ from pipeline.errors import LinkError
 from pipeline.exchange import Crossing, Inbox, send_gradients, send_value, value_from
 from pipeline.links.protocol import LANE_B, LANE_F, Link
 from pipeline.recorder import Stamps
-from pipeline.shapes import TensorForm, Value, flatten, unflatten
+from pipeline.shapes import TensorForm, Value, entering, unflatten
 from pipeline.stage import Stage, StagePass
 from pipeline.step import Failure, Step
 from pipeline.watch import Board
@@ -228,7 +228,7 @@ class Executor:
         key = (number, micro_batch)
         previous = self.schedule.previous_stage(number, micro_batch)
         following = self.schedule.next_stage(number, micro_batch)
-        value = _entering(step, micro_batch) if previous is None else step.values.pop(key)
+        value = entering(step.items[micro_batch].inputs) if previous is None else step.values.pop(key)
         passage = step.passes[key] = StagePass()
         targets = step.items[micro_batch].targets if following is None and step.with_loss else None
         if step.train:
@@ -307,11 +307,6 @@ def _crossing(message: tuple[Action, Action], lane: int) -> Crossing:
     """A message's name: the consuming stage of the value, also for the gradient that comes back for it."""
     producing, consuming = message
     return Crossing((consuming if lane == LANE_F else producing).stage, consuming.micro_batch)
-
-
-def _entering(step: Step, micro_batch: int) -> Value:
-    leaves, structure = flatten(step.items[micro_batch].inputs)
-    return Value(leaves, structure, (False,) * len(leaves))
 
 
 def _present(stage: int | None) -> int:

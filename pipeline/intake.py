@@ -10,7 +10,7 @@ from pipeline.batch import Item, read_items
 from pipeline.exchange import ShapeTable
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule, rows
-from pipeline.shapes import Form, Value, flatten, form_of
+from pipeline.shapes import Form, entering, form_of
 from schedules import Schedule
 
 __all__ = ["Intake", "take_in"]
@@ -43,7 +43,7 @@ def take_in(
         try:
             items = read_items(source, limit)
             weights = {i: _weight(module, items[i]) for i in leaves if i < len(items)}
-            signatures = {i: _signature(items[i]) for i in enters if i < len(items)}
+            signatures = {i: form_of(entering(items[i].inputs)) for i in enters if i < len(items)}
         except Exception as raised:
             error = raised
     try:
@@ -65,8 +65,3 @@ def _weight(module: PipelineModule, item: Item) -> float:
     if item.targets is None and module.loss_weight is rows:
         return rows(item.inputs)
     return float(module.loss_weight(item.targets))
-
-
-def _signature(item: Item) -> Form:
-    leaves, structure = flatten(item.inputs)
-    return form_of(Value(leaves, structure, (False,) * len(leaves)))

@@ -23,7 +23,7 @@ from pipeline.links.protocol import LANE_CONTROL
 from pipeline.mesh import Mesh, make_mesh
 from pipeline.module import PipelineModule
 from pipeline.random_state import preserved
-from pipeline.shapes import Value, flatten
+from pipeline.shapes import Value, entering
 from pipeline.stage import with_targets
 
 __all__ = ["count_parameters", "measure_hop", "profile_alone", "profile_layers"]
@@ -48,15 +48,14 @@ def profile_layers(
     cost is the mean over ranks of the median over ``runs`` warm runs.  The loss counts to the last layer.  Nothing
     of the model that will be trained is touched: the layers are built for this and freed again.
     """
-    leaves, structure = flatten(item.inputs)
-    value = Value(leaves, structure, (False,) * len(leaves))
+    value = entering(item.inputs)
     measured: list[LayerCost] = []
     with preserved(random.device):
         for index in range(len(module)):
             layer = _built(module, index, random, index in recompute)
             value, cost = _measure(layer, value, module.type_of(index), mesh, runs)
             measured.append(cost)
-        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random)
+        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, spares_input=True)
         _, cost = _measure(loss, with_targets(value, item.targets), "loss", mesh, runs)
     measured[-1] = measured[-1].model_copy(
         update={name: getattr(measured[-1], name) + getattr(cost, name) for name in _ADDED_BY_LOSS}
@@ -86,7 +85,8 @@ def _built(module: PipelineModule, index: int, random: RandomSource, recompute: 
     entry = module.entries[index]
     built = copy.deepcopy(entry) if isinstance(entry, nn.Module) else build_module(module, index, random)
     if built is None:
-        return Layer(index, module.type_of(index), entry, random, recompute=recompute)  # type: ignore[arg-type]
+        function: Any = entry
+        return Layer(index, module.type_of(index), function, random, recompute=recompute, spares_input=True)
     flat = FlatLayer(built.to(random.device))
     return Layer(
         index,
@@ -97,6 +97,7 @@ def _built(module: PipelineModule, index: int, random: RandomSource, recompute: 
         flat=flat,
         binding=split(built, flat),
         recompute=recompute,
+        spares_input=True,
     )
 
 

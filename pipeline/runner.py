@@ -51,7 +51,7 @@ class Runner:
             recompute=plan.recompute,
         )
         ends = {route[-1] for route in self.schedule.routes}
-        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random)
+        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, spares_input=True)
         self.stages = {
             stage: Stage(stage, [self.built.layers[i] for i in layers], loss if stage in ends else None)
             for stage, layers in layers_of_stage.items()

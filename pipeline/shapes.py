@@ -70,11 +70,12 @@ class Form(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as a nesting of numbers, since torch's classes for structures warn when they are unpickled."""
-        return _unpickled, (unflatten(range(len(self.leaves)), self.structure) if self.structure is not None else None, self.leaves)
+        numbers = None if self.structure is None else tree_unflatten(range(len(self.leaves)), self.structure)
+        return _unpickled, (numbers, self.leaves)
 
 
-def _unpickled(nesting: Any, leaves: tuple[TensorForm | Constant, ...]) -> Form:
-    return Form(None if nesting is None else tree_flatten(nesting)[1], leaves)
+def _unpickled(numbers: Any, leaves: tuple[TensorForm | Constant, ...]) -> Form:
+    return Form(None if numbers is None else tree_flatten(numbers)[1], leaves)
 
 
 def _shown(leaf: TensorForm | Constant) -> str:
@@ -162,7 +163,8 @@ def memory_order(tensor: Tensor) -> Order:
     """How the dimensions of a dense tensor lie in memory."""
     if tensor.is_contiguous():
         return None
-    return tuple(sorted(range(tensor.dim()), key=lambda d: (tensor.size(d) > 1, -tensor.stride(d))))
+    shape, strides = tensor.shape, tensor.stride()
+    return tuple(sorted(range(len(shape)), key=lambda d: (shape[d] > 1, -strides[d])))
 
 
 def settled(tensor: Tensor) -> Tensor:
