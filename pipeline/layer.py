@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.buffers import Buffers
+from pipeline.device import generator_of
 from pipeline.errors import LayerError
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.queue import WeightGradQueue
 from pipeline.gradients.split import Binding
 from pipeline.losses import collected_losses
-from pipeline.random_state import key, seed_generator
+from pipeline.random_state import key, preserved, seed_generator
 from pipeline.shapes import Order, Value, flatten, in_order, memory_order, settled, unflatten
 
 __all__ = ["Layer", "LayerCall", "Place", "RandomSource"]
@@ -193,17 +194,19 @@ class Layer:
         Where ranks are threads of one process they share a generator: a layer that draws runs under the lock.
         """
         random = self._random
+        seed = key(random.seed, place.step, place.micro_batch, self.index)
         if random.lock is None:
-            seed_generator(random.device, key(random.seed, place.step, place.micro_batch, self.index))
+            seed_generator(random.device, seed)
             return self.function(argument)
         mode = self.module is not None and self.module.training
         if self._draws.get(mode) is False:
             return self.function(argument)
-        with random.lock:
-            seed_generator(random.device, key(random.seed, place.step, place.micro_batch, self.index))
-            before = torch.get_rng_state()
+        generator = generator_of(random.device)
+        with random.lock, preserved(random.device):
+            generator.manual_seed(seed)
+            before = generator.get_state()
             result = self.function(argument)
-            self._draws[mode] = self._draws.get(mode, False) or not torch.equal(before, torch.get_rng_state())
+            self._draws[mode] = self._draws.get(mode, False) or not torch.equal(before, generator.get_state())
         return result
 
     # -- backward --------------------------------------------------------------------------------------------
