@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from pipeline.device import generator_of
+
 _MASK = (1 << 64) - 1
 
 
@@ -30,27 +32,18 @@ def seed_generator(device: torch.device, key: int) -> None:
     A CPU's generator takes the low 32 bits of the key only. It is one for the process, so that ranks which
     are threads hold a lock while a layer draws from it.
     """
-    _generator(device).manual_seed(key)
+    generator_of(device).manual_seed(key)
 
 
 @contextmanager
 def preserved(device: torch.device) -> Iterator[None]:
     """Put the device's default generator back, at the end, to the state it has now."""
-    generator = _generator(device)
+    generator = generator_of(device)
     state = generator.get_state()
     try:
         yield
     finally:
         generator.set_state(state)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    generator: torch.Generator = module.default_generators[index]
-    return generator
 
 
 def _mix(value: int) -> int:

@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError, LinkError, MessageMismatch, RankDied
 from pipeline.links.local_group import LocalGroup
 from pipeline.links.protocol import lane_name, not_a_peer, own_part, wait_text
 from pipeline.links.threads import Ticket, World
-from pipeline.watch import Board
+from pipeline.watch import At, Board
 
 __all__ = ["LocalLink", "LocalTransport", "current", "run_local", "single"]
 
@@ -188,14 +188,15 @@ def run_local(worker: Callable[..., Result], ranks: int, *args: object, timeout:
         raise ConfigError(f"run_local runs 1 rank or more, not {ranks}")
     world = World(ranks, timeout)
     results: list[Result | None] = [None] * ranks
-
     over: SimpleQueue[int] = SimpleQueue()
 
     def run(rank: int) -> None:
         try:
             world.enter(rank)
-            _current.set(LocalTransport(world, rank))
+            transport = LocalTransport(world, rank)
+            _current.set(transport)
             results[rank] = worker(*args)
+            transport.board.at(At.LEFT)
             world.leave(rank)
         except BaseException as error:
             world.fail(rank, error)

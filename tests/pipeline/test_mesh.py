@@ -188,6 +188,30 @@ def test_backends_follow_the_device() -> None:
     assert [devices.uses_streams(d) for d in (cpu, accelerator)] == [False, True]
 
 
+def test_on_the_host_nothing_is_queued() -> None:
+    cpu = torch.device("cpu")
+    devices.synchronise(cpu)
+    assert devices.timing_event(cpu) is None
+    assert devices.generator_of(cpu) is torch.default_generator
+    assert devices.on_host(torch.zeros(1))
+    with devices.autocast(cpu, None):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    with devices.autocast(cpu, torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+@pytest.mark.cuda
+def test_an_accelerator_has_events_and_a_generator_of_its_own() -> None:
+    device = devices.process_device("cuda", 0)
+    event = devices.timing_event(device)
+    assert event is not None
+    event.record()
+    devices.synchronise(device)
+    assert event.query()
+    assert devices.generator_of(device).device.type == "cuda"
+    assert not devices.on_host(torch.zeros(1, device=device))
+
+
 def test_a_rank_outside_of_all_parts_is_refused() -> None:
     assert own_part([range(2), range(2, 4)], 3) == (2, 3)
     with pytest.raises(LinkError, match="rank 4 is in none of the parts"):
