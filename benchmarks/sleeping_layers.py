@@ -23,7 +23,7 @@ class Sleep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.times[0])
         binding = getattr(self.linear.__dict__.get("forward"), "binding", None)
-        return _Sleep.apply(self.linear(x), self.times, binding.queue if binding is not None else None)
+        return _Sleep.apply(self.linear(x), self.times, binding.current if binding is not None else None)
 
 
 class _Sleep(torch.autograd.Function):
@@ -36,8 +36,8 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         _, input_grad, weight_grad = ctx.times
         time.sleep(input_grad)
-        if ctx.queue is None or ctx.queue.inline or not ctx.queue.is_open:
+        if ctx.queue is None:
             time.sleep(weight_grad)
         else:
-            ctx.queue.work.append((lambda *rest: time.sleep(weight_grad), dy, dy, dy, None))
+            ctx.queue.defer(lambda: time.sleep(weight_grad))
         return dy, None, None

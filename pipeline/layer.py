@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from pipeline.buffers import Buffers
 from pipeline.device import generator_of
 from pipeline.errors import LayerError
+from pipeline.gradients.binding import Binding
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.queue import WeightGradQueue
-from pipeline.gradients.split import Binding
 from pipeline.losses import collected_losses
 from pipeline.random_state import key, preserved, seed_generator
 from pipeline.shapes import Order, Value, flatten, in_order, memory_order, settled, unflatten
@@ -145,9 +145,9 @@ class Layer:
             return Value(self._handed_on(out), structure, (False,) * len(out)), losses
 
     def _forward_with_graph(self, value: Value, call: LayerCall) -> Value:
-        if self.binding is not None:
-            self.binding.queue = call.queue
-        out, structure = flatten(self._run(_gate(value, call), value, call.place, call.losses))
+        leaves = _gate(value, call)
+        with nullcontext() if self.binding is None else self.binding.forward(call.queue):
+            out, structure = flatten(self._run(leaves, value, call.place, call.losses))
         needs = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out)
         call.outputs = [leaf for leaf, need in zip(out, needs, strict=True) if need]
         return Value(self._handed_on(out), structure, needs)
@@ -224,7 +224,7 @@ class Layer:
         pairs += [(loss, loss.new_full((), loss_scale)) for _, loss in call.losses if loss.requires_grad]
         call.outputs, call.losses = [], []
         if pairs:
-            with call.queue.opened(inline=not defer):
+            with nullcontext() if self.binding is None else self.binding.backward(call.queue, inline=not defer):
                 torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
         caught, call.gradients = call.gradients, ()
         return [g if g is None else in_order(g, order) for g, order in zip(caught, call.orders, strict=True)]

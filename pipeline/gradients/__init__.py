@@ -1,18 +1,24 @@
 """Gradients: the split of backward into I and W, and the vectors in which they accumulate."""
 
+from pipeline.gradients.binding import Binding
 from pipeline.gradients.flat import FlatLayer, FlatVector, Segment, Slot, share_storage
-from pipeline.gradients.queue import WeightGradQueue
+from pipeline.gradients.queue import WeightGradQueue, drain_together
+from pipeline.gradients.report import FallenBack, SplitReport
 from pipeline.gradients.scratch import Scratch
-from pipeline.gradients.split import Binding, split
+from pipeline.gradients.split import split, unsplit
 
 __all__ = [
     "Binding",
+    "FallenBack",
     "FlatLayer",
     "FlatVector",
     "Scratch",
     "Segment",
     "Slot",
+    "SplitReport",
     "WeightGradQueue",
+    "drain_together",
     "share_storage",
     "split",
+    "unsplit",
 ]

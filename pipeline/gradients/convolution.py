@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from pipeline.gradients.queue import WeightGradQueue
-from pipeline.gradients.site import Site
+from pipeline.gradients.site import Operator, Site
 
 
 class Geometry(NamedTuple):
-    """How the kernel moves: one number a spatial dimension, and the number of channel groups."""
+    """How the kernel moves, one number a spatial dimension, and the groups of channels: the details of a site."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -21,75 +21,69 @@ class Geometry(NamedTuple):
     groups: int
 
 
-def convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, site: Site, queue: WeightGradQueue
-) -> Tensor:
-    """x: (batch, in, *space), weight: (out, in / groups, *kernel), bias: (out), result: (batch, out, *space)."""
-    return _apply(x, weight, bias, geometry, site, queue)
+def _accumulate(site: Site, x: Tensor, dy: Tensor) -> None:
+    """Add the kernel's gradient; the library has no form that adds, so a kernel's size is taken for a moment."""
+    gradient = site.gradient
+    scratch = site.binding.scratch
+    x = scratch.cast("input", x, gradient.dtype)
+    dy = scratch.cast("output", dy, gradient.dtype)
+    gradient.add_(_product(site, x, dy))
 
 
-def accumulate(gradient: Tensor, x: Tensor, dy: Tensor, details: tuple[Geometry, Site]) -> None:
-    """Add the kernel's gradient; the library has no form that adds, so that a kernel's size is taken for a moment."""
-    geometry, site = details
-    x = site.scratch.cast("input", x, gradient.dtype)
-    dy = site.scratch.cast("output", dy, gradient.dtype)
-    # Only the kernel's shape is read, so that a parameter that is not at hand now is not needed.
-    _, product, _ = _backward(dy, x, gradient, geometry, (False, True, False))
-    if product is not None:
-        gradient.add_(product)
+def _product(site: Site, x: Tensor, dy: Tensor) -> Tensor:
+    # Of the weight only form and dtype are read; the gradient has them, and the parameter may not be at hand.
+    like = site.gradient if site.gradient.dtype is x.dtype else torch.empty_like(site.gradient, dtype=x.dtype)
+    product: Tensor = _backward(site, x, dy, like, (False, True, False))[1]
+    return product
 
 
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, mask: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    stride, padding, dilation, groups = geometry
-    result: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
-        dy, x, weight, [weight.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, mask
+    site: Site, x: Tensor, dy: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
+) -> tuple[Any, Any, Any]:
+    """Gradients of (input, kernel, bias): tensors where they are wanted, else None."""
+    stride, padding, dilation, groups = site.details
+    gradients: tuple[Any, Any, Any] = torch.ops.aten.convolution_backward(
+        dy, x, weight, [weight.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, wanted
     )
-    return result
+    return gradients
+
+
+CONVOLUTION = Operator(_accumulate, _product)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        geometry: Geometry,
-        site: Site,
-        queue: WeightGradQueue,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: Site) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.details = (geometry, site)
-        ctx.queue = queue
-        weight = weight.to(x.dtype)
+        ctx.site = site
+        ctx.queue = site.binding.current
+        stride, padding, dilation, groups = site.details
+        plain = site.plain.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
-        stride, padding, dilation, groups = geometry
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+        return torch.convolution(x, plain, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        site: Site = ctx.site
         queue: WeightGradQueue = ctx.queue
-        geometry, site = ctx.details
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         x, weight = ctx.saved_tensors
-        weight = weight.to(dy.dtype)
-        if not queue.is_open or torch.is_grad_enabled():
-            mask = (needs_input, needs_weight, needs_bias)
-            return *_backward(dy, x, weight, geometry, mask), None, None, None
-        if queue.inline:
-            accumulate(site.gradient, x, dy, ctx.details)
-        else:
-            queue.work.append((accumulate, site.gradient, x.detach(), dy, ctx.details))
-        dx = _backward(dy, x, weight, geometry, (True, False, False))[0] if needs_input else None
-        if not needs_bias:
-            return dx, None, None, None, None, None
-        summed = (0, *range(2, dy.dim()))
-        if site.bias_gradient is None:
-            return dx, None, dy.sum(summed), None, None, None
-        site.bias_gradient.add_(dy.sum(summed, dtype=site.bias_gradient.dtype))
-        return dx, None, None, None, None, None
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if not queue.is_open or site.ordinary or torch.is_grad_enabled():
+            wanted = (needs_input, needs_weight, needs_bias)
+            return *_backward(site, x, dy, weight.to(dy.dtype), wanted), None
+        here = needs_bias and site.bias_gradient is None
+        dx, _, db = _backward(site, x, dy, site.plain.to(dy.dtype), (needs_input, False, here))
+        if needs_weight:
+            if queue.inline and not site.target.late:
+                _accumulate(site, x, dy)
+            else:
+                queue.work.append((site, x.detach(), dy))
+        if needs_bias and site.bias_gradient is not None:
+            site.bias_gradient.add_(dy.sum((0, *range(2, dy.dim())), dtype=site.bias_gradient.dtype))
+        return dx, None, db, None
 
 
-_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Convolution).apply
+convolution: Callable[[Tensor, Tensor, Tensor | None, Site], Tensor] = super(
+    torch.autograd.Function, _Convolution
+).apply
+"""x: (batch, in, *space), weight: (out, in / groups, *kernel), bias: (out), result: (batch, out, *space)."""

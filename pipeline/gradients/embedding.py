@@ -9,55 +9,61 @@ import torch
 from torch import Tensor
 
 from pipeline.gradients.queue import WeightGradQueue
-from pipeline.gradients.site import Site
+from pipeline.gradients.site import Operator, Site
+
+NO_PADDING = -1
+"""The row that gets no gradient, where there is none; a site's details are this row."""
 
 
-def embedding(
-    indices: Tensor, weight: Tensor, padding_idx: int, site: Site, queue: WeightGradQueue
-) -> Tensor:
-    """Rows of the table; indices: (...), weight: (rows, width), result: (..., width); padding_idx -1: none."""
-    return _apply(weight, indices, padding_idx, site, queue)
-
-
-def accumulate(gradient: Tensor, indices: Tensor, dy: Tensor, details: tuple[int, Site]) -> None:
+def _accumulate(site: Site, indices: Tensor, dy: Tensor) -> None:
     """Add each row of dy into the row of the table's gradient that it came from, without a table of its own."""
-    padding_idx, site = details
-    flat = indices.reshape(-1)
-    rows = site.scratch.cast("output", dy.reshape(-1, dy.shape[-1]), gradient.dtype)
-    kept = gradient[padding_idx].clone() if padding_idx >= 0 else None
+    gradient: Tensor = site.gradient
+    padding_idx: int = site.details
+    dy = site.binding.scratch.cast("output", dy, gradient.dtype)
+    kept = None if padding_idx == NO_PADDING else gradient[padding_idx].clone()
     if gradient.is_cuda:
         # index_add_ adds there in an order that changes from run to run; this sorts.
-        gradient.index_put_((flat,), rows, accumulate=True)
+        gradient.index_put_((indices,), dy, accumulate=True)
     else:
-        gradient.index_add_(0, flat, rows)
+        gradient.index_add_(0, indices, dy)
     if kept is not None:
         gradient[padding_idx] = kept
 
 
+def _product(site: Site, indices: Tensor, dy: Tensor) -> Tensor:
+    return _dense(dy, indices, len(site.gradient), site.details)
+
+
+def _dense(dy: Tensor, indices: Tensor, rows: int, padding_idx: int) -> Tensor:
+    table: Tensor = torch.ops.aten.embedding_dense_backward(dy, indices, rows, padding_idx, False)
+    return table
+
+
+EMBEDDING = Operator(_accumulate, _product)
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, indices: Tensor, padding_idx: int, site: Site, queue: WeightGradQueue
-    ) -> Tensor:
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, site: Site) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.details = (padding_idx, site)
-        ctx.queue = queue
-        return torch.embedding(weight, indices, padding_idx)
+        ctx.site = site
+        ctx.queue = site.binding.current
+        return torch.embedding(site.plain, indices, site.details)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        queue: WeightGradQueue = ctx.queue
         (indices,) = ctx.saved_tensors
-        padding_idx, site = ctx.details
-        if not queue.is_open or torch.is_grad_enabled():
-            rows = site.weight.shape[0]
-            dw = torch.ops.aten.embedding_dense_backward(dy, indices, rows, padding_idx, False)
-            return dw, None, None, None, None
-        if queue.inline:
-            accumulate(site.gradient, indices, dy, ctx.details)
+        site: Site = ctx.site
+        queue: WeightGradQueue = ctx.queue
+        if not queue.is_open or site.ordinary or torch.is_grad_enabled():
+            return None, _dense(dy, indices, len(site.gradient), site.details), None
+        indices, dy = indices.reshape(-1), dy.reshape(-1, dy.shape[-1])
+        if queue.inline and not site.target.late:
+            _accumulate(site, indices, dy)
         else:
-            queue.work.append((accumulate, site.gradient, indices, dy, ctx.details))
-        return None, None, None, None, None
+            queue.work.append((site, indices, dy))
+        return None, None, None
 
 
-_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Embedding).apply
+embedding: Callable[[Tensor, Tensor, Site], Tensor] = super(torch.autograd.Function, _Embedding).apply
+"""Rows of a table; indices: (...), weight: (rows, width), result: (..., width)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,31 +54,34 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trainable:
-    """A trainable parameter, its gradient as the queue sees it and as autograd sees it: the same memory.
+    """A trainable parameter, its gradient as operators see it and as autograd sees it: the same memory.
 
-    `preset` has a version counter of its own (a view shares its base's), so that its version counts what autograd
-    alone has added.
+    `preset` has a version counter of its own (a view shares its base's), so that its version counts what autograd alone
+    has added. The module holds the parameter as `owner[key]`.
     """
 
-    name: str
+    slot: Slot
     parameter: nn.Parameter
     gradient: Tensor
     preset: Tensor
     widened: bool
+    owner: Mapping[str, nn.Parameter | None]
+    key: str
 
 
 class FlatLayer:
     """Moves a module's parameters into contiguous vectors and gives it gradients that accumulate in place.
 
-    Gradients have the wider of float32 and the parameter's dtype (or `accumulate_dtype`). Where that is the parameter's
-    own dtype, `parameter.grad` is preset to a view of the gradient vector, and autograd adds into it; where it is
-    wider, a hook adds what autograd brings into the view and drops it, and `parameter.grad` is None between backwards.
+    Gradients have the wider of float32 and the parameter's dtype (or `accumulate_dtype`). Where that is the
+    parameter's own dtype, `parameter.grad` is preset to a view of the gradient vector, and autograd adds
+    into it; where it is wider, a hook adds what autograd brings into the view and drops it, and
+    `parameter.grad` is None between backwards.
 
-    `group_of(name, parameter)` numbers the optimizer groups from 0: the parameters of one group lie side by side.
-    A parameter that the module holds under two names is one slot, under its first name.
+    `group_of(name, parameter)` numbers the optimizer groups from 0: the parameters of one group lie side by
+    side. A parameter that the module holds under two names is one slot, under its first name.
     """
 
-    __slots__ = ("_trainable", "module", "slots", "vectors")
+    __slots__ = ("_trainable", "module", "slots", "step", "vectors")
 
     def __init__(
         self,
@@ -89,14 +92,18 @@ class FlatLayer:
     ) -> None:
         named = dict(module.named_parameters())
         self.module = module
+        self.step = 0
         self.slots, lengths = _lay_out(named, group_of or (lambda name, parameter: 0))
         self.vectors = tuple(_allocate(*length, accumulate_dtype) for length in lengths)
         trainable = []
         for slot in self.slots:
             parameter = named[slot.name]
-            _move(parameter, self.vectors[slot.vector].parameters, slot)
+            values, gradients = self.vectors[slot.vector]
+            _move(parameter, values, slot)
             if slot.group != FROZEN:
-                trainable.append(_attach(parameter, self.vectors[slot.vector].gradients, slot))
+                path, _, key = slot.name.rpartition(".")
+                owner = module.get_submodule(path)._parameters
+                trainable.append(_Trainable(slot, parameter, *_attach(parameter, gradients, slot), owner, key))
         self._trainable = {id(entry.parameter): entry for entry in trainable}
 
     @property
@@ -110,13 +117,12 @@ class FlatLayer:
         segments = []
         for (vector, group), (start, stop) in sorted(bounds.items()):
             parameters, gradients = self.vectors[vector]
-            segments.append(
-                Segment(group, vector, start, stop, parameters[start:stop], gradients[start:stop])
-            )
+            segments.append(Segment(group, vector, start, stop, parameters[start:stop], gradients[start:stop]))
         return tuple(segments)
 
     def zero_gradients(self) -> None:
-        """Set every gradient to 0, in place."""
+        """Set every gradient to 0, in place: a new step begins."""
+        self.step += 1
         for vector in self.vectors:
             vector.gradients.zero_()
 
@@ -125,36 +131,52 @@ class FlatLayer:
         entry = self._trainable.get(id(parameter))
         return None if entry is None else entry.gradient
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradient view of every trainable parameter, by name."""
-        return {entry.name: entry.gradient for entry in self._trainable.values()}
-
-    def autograd_additions(self, parameter: nn.Parameter) -> int:
-        """How often autograd itself, not a queue, has added into this trainable parameter's gradient so far."""
-        return self._trainable[id(parameter)].preset._version
+    def preset_of(self, parameter: nn.Parameter) -> Tensor:
+        """The same memory as `gradient_of`, with a version counter that moves only when autograd adds."""
+        return self._trainable[id(parameter)].preset
 
     def is_widened(self, parameter: nn.Parameter) -> bool:
         """Whether this trainable parameter's gradient is wider than the parameter and reaches its view by a hook."""
         return self._trainable[id(parameter)].widened
 
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters, by name."""
+        return {entry.slot.name: entry.parameter for entry in self._trainable.values()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient view of every trainable parameter, by name."""
+        return {entry.slot.name: entry.gradient for entry in self._trainable.values()}
+
     def check_gradients(self) -> None:
-        """Raise GradientError, naming the parameter, if its `.grad` is no longer what this layer has set."""
+        """Raise GradientError, naming the parameter, if it, its values or its gradient are not those of this layer."""
         for entry in self._trainable.values():
             grad = entry.parameter.grad
-            if grad is entry.preset or (entry.widened and grad is None):
-                continue
-            if grad is None or entry.widened or grad.data_ptr() != entry.preset.data_ptr():
+            if entry.owner.get(entry.key) is not entry.parameter:
                 raise GradientError(
-                    f"the gradient of {entry.name!r} was replaced ({_describe(grad)}): gradients live in one vector "
-                    "per layer, and one elsewhere would be lost. Change it in place (parameter.grad.mul_(...)), and "
-                    "leave zeroing to the engine instead of zero_grad(set_to_none=True)"
+                    f"the parameter {entry.slot.name!r} was replaced by another object, which nothing trains. Build "
+                    "layers in their final form, or change parameters in place (parameter.copy_(...) under no_grad)"
                 )
+            if grad is not entry.preset and not (entry.widened and grad is None):
+                _check_gradient(entry, grad)
+            self._check_values(entry)
+
+    def _check_values(self, entry: _Trainable) -> None:
+        mine, theirs = self.vectors[entry.slot.vector].parameters, entry.parameter
+        if (
+            mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
+            or theirs.storage_offset() != entry.slot.offset
+        ):
+            raise GradientError(
+                f"the values of {entry.slot.name!r} were replaced: they live in one vector per layer, which the "
+                "optimizer steps on. Change them in place (parameter.copy_(...) under no_grad), not through .data ="
+            )
 
 
 def share_storage(first: FlatLayer, second: FlatLayer) -> None:
     """Make `second`'s parameters views of `first`'s vectors, as tied weights are; gradients stay apart.
 
-    Both must hold the same names, shapes, dtypes and groups. Later changes of one module's values are the other's.
+    Both must hold the same names, shapes, dtypes and groups. Later changes of one module's values are the
+    other's.
     """
     if first.slots != second.slots or [v.parameters.dtype for v in first.vectors] != [
         v.parameters.dtype for v in second.vectors
@@ -170,8 +192,7 @@ def share_storage(first: FlatLayer, second: FlatLayer) -> None:
         vector = first.vectors[slot.vector].parameters
         named[slot.name].data = vector[slot.offset : slot.end].view(slot.shape)
     second.vectors = tuple(
-        FlatVector(mine.parameters, own.gradients)
-        for mine, own in zip(first.vectors, second.vectors, strict=True)
+        FlatVector(mine.parameters, own.gradients) for mine, own in zip(first.vectors, second.vectors, strict=True)
     )
 
 
@@ -181,8 +202,7 @@ def _lay_out(
     """Slots in the module's order, and (dtype, device, trainable length, whole length) of each vector, in elements."""
     kinds = list(dict.fromkeys((p.dtype, p.device) for p in named.values()))
     groups = {
-        name: group_of(name, parameter) if parameter.requires_grad else FROZEN
-        for name, parameter in named.items()
+        name: group_of(name, parameter) if parameter.requires_grad else FROZEN for name, parameter in named.items()
     }
     slots: dict[str, Slot] = {}
     lengths = []
@@ -216,7 +236,8 @@ def _move(parameter: nn.Parameter, vector: Tensor, slot: Slot) -> None:
     parameter.data = view
 
 
-def _attach(parameter: nn.Parameter, vector: Tensor, slot: Slot) -> _Trainable:
+def _attach(parameter: nn.Parameter, vector: Tensor, slot: Slot) -> tuple[Tensor, Tensor, bool]:
+    """Let gradients accumulate in the vector; (view of it, the same for autograd, whether a hook widens)."""
     gradient = vector[slot.offset : slot.end].view(slot.shape)
     # Unlike a view or detach(), .data starts a version counter of its own.
     preset = gradient.data
@@ -226,7 +247,7 @@ def _attach(parameter: nn.Parameter, vector: Tensor, slot: Slot) -> _Trainable:
         parameter.register_post_accumulate_grad_hook(_Widen(preset))
     else:
         parameter.grad = preset
-    return _Trainable(slot.name, parameter, gradient, preset, widened)
+    return gradient, preset, widened
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,6 +260,15 @@ class _Widen:
         if parameter.grad is not None:
             self.gradient.add_(parameter.grad)
             parameter.grad = None
+
+
+def _check_gradient(entry: _Trainable, grad: Tensor | None) -> None:
+    if grad is None or entry.widened or grad.data_ptr() != entry.preset.data_ptr():
+        raise GradientError(
+            f"the gradient of {entry.slot.name!r} was replaced ({_describe(grad)}): gradients live in one vector per "
+            "layer, and one elsewhere would be lost. Change it in place (parameter.grad.mul_(...)), and leave zeroing "
+            "to the engine instead of zero_grad(set_to_none=True)"
+        )
 
 
 def _describe(grad: Tensor | None) -> str:

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
+import torch
 from torch import Tensor
 
-Work = tuple[Callable[[Tensor, Tensor, Tensor, Any], None], Tensor, Tensor, Tensor, Any]
-"""(operation, gradient view, saved input, gradient of the output, details): `operation(*rest)` adds into the view."""
+from pipeline.gradients.site import Operator, Site, Target
+
+
+class Foreign:
+    """Work of an autograd function that is not ours; stands in the place of a site."""
+
+    __slots__ = ("operator",)
+    reference = False
+    target = None
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.operator = Operator(lambda site, x, dy: torch.no_grad()(run)(), lambda site, x, dy: dy)
+
+
+Work = tuple[Site | Foreign, Tensor, Tensor]
+"""(site, input, gradient of the output); the first dimension of both tensors is the one that is summed over."""
+
+_NOTHING = torch.empty(0)
 
 
 class WeightGradQueue:
-    """Bound into the graph by forward, filled by I and emptied by W; in a full B it stays empty.
+    """Bound into the graph by forward, filled by I and emptied by W.
 
-    The split operators hand their work over only while the queue is open, that is while the engine's own backward
+    Operators hand their work over only while the queue is open, that is while the engine's own backward
     runs; any other differentiation (`torch.autograd.grad` in a layer's forward) gets ordinary gradients.
-
-        with queue.opened(inline=False):        # I; inline=True: a full B, every product at once while dY is hot
-            torch.autograd.backward(outputs, gradients)
-        queue.drain()                           # W
     """
 
     __slots__ = ("inline", "is_open", "work")
@@ -31,40 +44,63 @@ class WeightGradQueue:
         self.is_open = False
         self.inline = False
 
-    def opened(self, *, inline: bool = False) -> WeightGradQueue:
-        """The queue as a context, open until its end; `inline`: run the work at once instead of keeping it."""
-        self.inline = inline
-        return self
-
-    def __enter__(self) -> WeightGradQueue:
-        self.is_open = True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.is_open = False
-
     def __len__(self) -> int:
         return len(self.work)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the waiting work keeps alive, a storage that serves several entries counted once."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for entry in self.work
-            for tensor in entry[2:4]
-        }
-        return sum(storages.values())
+        storages = [tensor.untyped_storage() for _, *kept in self.work for tensor in kept]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def drain(self) -> None:
-        """Add every waiting gradient into its view, first in first out; each entry is released when it is done."""
-        take = self.work.popleft
-        while self.work:
-            operation, gradient, saved, incoming, details = take()
-            operation(gradient, saved, incoming, details)
+    def defer(self, run: Callable[[], None]) -> None:
+        """Leave the weight gradient of an autograd function of one's own to W; in a full B it runs at once.
+
+        Called in that function's backward, with the queue that was its binding's `current` in forward.
+        """
+        if self.is_open and not self.inline:
+            self.work.append((Foreign(run), _NOTHING, _NOTHING))
+        else:
+            run()
+
+    def drain(self, only: AbstractSet[Target] | None = None) -> None:
+        """Add the waiting gradients, or those of some weights, into their views; first in first out.
+
+        Each is released when it is done.
+        """
+        totals: dict[Any, Tensor] = {}
+        for _ in range(len(self.work)):
+            site, x, dy = self.work.popleft()
+            if only is not None and site.target not in only:
+                self.work.append((site, x, dy))
+            elif site.reference:
+                product = site.operator.product(site, x, dy)
+                totals[site] = totals[site] + product if site in totals else product
+            else:
+                site.operator.accumulate(site, x, dy)
+        for site, total in totals.items():
+            site.gradient.add_(total)
 
     def clear(self) -> None:
         """Drop the waiting work, after a step that failed."""
         self.work.clear()
+
+
+def drain_together(queues: Sequence[WeightGradQueue]) -> None:
+    """Empty the queues of several micro-batches of one layer, equal uses in one product: larger matrices.
+
+    Sums then run over the rows of all micro-batches, so that the result agrees with one drain after the
+    other to rounding. Uses that differ in number or form between the micro-batches are drained one after
+    the other.
+    """
+    while len(queues) > 1 and all(queue.work for queue in queues):
+        heads = [queue.work[0] for queue in queues]
+        site = heads[0][0]
+        forms = {(other.shape[1:], gradient.shape[1:]) for _, other, gradient in heads}
+        if any(head[0] is not site for head in heads) or len(forms) > 1 or site.reference:
+            break
+        for queue in queues:
+            queue.work.popleft()
+        site.operator.accumulate(site, torch.cat([head[1] for head in heads]), torch.cat([head[2] for head in heads]))
+    for queue in queues:
+        queue.drain()

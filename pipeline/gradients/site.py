@@ -1,67 +1,109 @@
-"""A place in a layer where an operator uses a trainable weight: what its forward checks and its backward needs."""
+"""A place in a layer where an operator uses a trainable weight, and the weight itself: what their backward asks."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 from torch import Tensor, nn
 
 from pipeline.gradients.flat import FlatLayer
-from pipeline.gradients.scratch import Scratch
+
+if TYPE_CHECKING:
+    from pipeline.gradients.binding import Binding
 
 
-class Site:
-    """A trainable weight (and bias), the views their gradients accumulate into, and the memory for casts.
+class Target:
+    """A trainable parameter that split operators use, and who else adds to its gradient.
 
-    `bias_gradient` is set where the operator adds the bias's gradient itself, since it is wider than the bias; where
-    it is None the gradient goes back to autograd, whose addition in C++ is the cheapest.
+    `mixed`: autograd adds to the gradient as well, so all of it is left to autograd. `late`: in a full B
+    the products wait for the end of the backward, as long as it is not known whether it is mixed.
     """
 
     __slots__ = (
-        "_own_hooks",
+        "additions",
+        "gradient",
+        "hooked",
+        "late",
+        "mixed",
+        "own_hooks",
+        "parameter",
+        "plain",
+        "preset",
+        "sites",
+    )
+
+    def __init__(self, parameter: nn.Parameter, gradient: Tensor, flat: FlatLayer) -> None:
+        self.parameter = parameter
+        self.gradient = gradient
+        # An alias without a graph, for the operators' own arithmetic.
+        self.plain = parameter.detach()
+        self.preset = flat.preset_of(parameter)
+        self.own_hooks = int(flat.is_widened(parameter))
+        self.late = True
+        self.mixed = False
+        self.hooked = False
+        self.additions = 0
+        self.sites: list[Site] = []
+
+    def has_hooks(self) -> bool:
+        """Whether the user has hooks on the parameter, which want to see its gradient."""
+        hooks = self.parameter._post_accumulate_grad_hooks
+        return bool(self.parameter._backward_hooks) or (len(hooks) if hooks else 0) != self.own_hooks
+
+
+class Operator(NamedTuple):
+    """How the gradient of a weight comes from the input and the gradient of the output.
+
+    `accumulate(site, x, dy)` adds it into the site's view, in the view's dtype; `product(site, x, dy)`
+    returns it as autograd would compute it, in the dtype of x.
+    """
+
+    accumulate: Callable[[Any, Tensor, Tensor], None]
+    product: Callable[[Any, Tensor, Tensor], Tensor]
+
+
+class Site:
+    """One use of a weight by an operator.
+
+    `plain` is the weight as the operator sees it, which may be a view of the parameter, but without a
+    graph; `gradient` the view of its gradient in the same form. `ordinary`: gradients go back to autograd,
+    for hooks to see them. The gradient of the bias is added into `bias_gradient` during I; where that is
+    None it goes back to autograd.
+    """
+
+    __slots__ = (
         "bias",
         "bias_gradient",
-        "device_type",
-        "dtype",
+        "binding",
+        "details",
         "gradient",
-        "scratch",
-        "weight",
+        "operator",
+        "ordinary",
+        "plain",
+        "reference",
+        "shape",
+        "target",
     )
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, flat: FlatLayer, scratch: Scratch
+        self,
+        binding: Binding,
+        operator: Operator,
+        target: Target,
+        plain: Tensor,
+        gradient: Tensor,
+        bias: Target | None,
+        details: Any,
     ) -> None:
-        gradient = flat.gradient_of(weight)
-        if gradient is None:
-            raise ValueError("the weight of a site must be a trainable parameter of the layer")
-        self.weight = weight
-        self.bias = bias
+        self.binding = binding
+        self.operator = operator
+        self.target = target
+        self.plain = plain
         self.gradient = gradient
-        wide = bias is not None and bias.requires_grad and flat.is_widened(bias)
-        self.bias_gradient = flat.gradient_of(bias) if bias is not None and wide else None
-        self.scratch = scratch
-        self.dtype = weight.dtype
-        self.device_type = weight.device.type
-        self._own_hooks = int(flat.is_widened(weight))
-
-    def accepts(self, x: Tensor) -> bool:
-        """Whether the split operator may take this input now; if not, the caller runs the plain one."""
-        weight = self.weight
-        return (
-            type(x) is Tensor
-            and weight.requires_grad
-            and not weight._backward_hooks
-            and len(weight._post_accumulate_grad_hooks or ()) == self._own_hooks
-            and torch.is_grad_enabled()
-            and not torch._C._are_functorch_transforms_active()
-        )
-
-    def operand(self, x: Tensor) -> Tensor | None:
-        """`x` as the operator takes it, cast as autocast would; None if the plain operator must take it.
-
-        Also where the dtypes differ: the plain operator then raises the error that its users know.
-        """
-        if not self.accepts(x):
-            return None
-        if torch.is_autocast_enabled(self.device_type) and self.dtype != torch.float64:
-            return x.to(torch.get_autocast_dtype(self.device_type))
-        return x if x.dtype is self.dtype else None
+        self.shape = tuple(gradient.shape)
+        self.bias = bias
+        self.reference = binding.reference
+        self.bias_gradient = None if bias is None or binding.reference else bias.gradient
+        self.details = details
+        self.ordinary = False

@@ -9,122 +9,132 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.gradients.convolution import Geometry, convolution
-from pipeline.gradients.embedding import embedding
+from pipeline.gradients.binding import Binding
+from pipeline.gradients.calls import (
+    split_convolution,
+    split_embedding,
+    split_linear,
+    under_autocast,
+    under_transform,
+)
 from pipeline.gradients.flat import FlatLayer
-from pipeline.gradients.linear import linear
-from pipeline.gradients.queue import WeightGradQueue
+from pipeline.gradients.functional import FunctionalWatch
+from pipeline.gradients.linear import LINEAR, linear
 from pipeline.gradients.scratch import Scratch
-from pipeline.gradients.site import Site
 
 
-class Binding:
-    """A layer whose operators split. Set `queue` to the micro-batch's before its forward; None: nothing is split."""
-
-    __slots__ = ("_bound", "flat", "queue")
-
-    def __init__(self, flat: FlatLayer) -> None:
-        self.flat = flat
-        self.queue: WeightGradQueue | None = None
-        self._bound: list[nn.Module] = []
-
-    def unsplit(self) -> None:
-        """Give every module its own forward back."""
-        for module in self._bound:
-            del module.__dict__["forward"]
-        self._bound.clear()
-
-
-def split(module: nn.Module, flat: FlatLayer, *, scratch: Scratch | None = None) -> Binding:
+def split(
+    module: nn.Module, flat: FlatLayer, *, scratch: Scratch | None = None, reference_numerics: bool = False
+) -> Binding:
     """Rebind the linear, embedding and convolution modules of a layer, by instance: classes stay as they are.
 
-    `flat` holds the module's parameters; `scratch` is memory that the layers of a rank share. A module pickles, copies
-    and saves as before (a copy has the plain forward); what is not recognised keeps its ordinary backward.
+    `flat` holds the module's parameters; `scratch` is memory that the layers of a rank share. With
+    `reference_numerics` gradients are accumulated exactly as autograd does it, which takes a temporary per
+    product. A split module pickles, copies and saves as before (a copy has the plain forward); what is not
+    recognised keeps its ordinary backward.
     """
-    binding = Binding(flat)
-    scratch = scratch or Scratch()
+    binding = Binding(flat, scratch or Scratch(), reference=reference_numerics)
     for child in module.modules():
-        run = _OPERATORS.get(type(child).forward)
-        weight = child._parameters.get("weight")
-        if run is None or weight is None or "forward" in child.__dict__:
-            continue
-        if flat.gradient_of(weight) is None or weight.is_complex():
-            continue
-        site = Site(weight, child._parameters.get("bias"), flat, scratch)
-        child.__dict__["forward"] = _Rebound(run, child, binding, site)
-        binding._bound.append(child)
+        forward = _FORWARDS.get(type(child).forward)
+        if forward is not None and "forward" not in child.__dict__ and "weight" in child._parameters:
+            child.__dict__["forward"] = forward(child, binding)
+            binding.rebound.append(child)
+    binding.watch = FunctionalWatch(binding)
     return binding
 
 
-class _Rebound:
-    """The forward of one module instance; pickled or copied, it becomes the plain method again."""
+def unsplit(binding: Binding) -> None:
+    """Give every module that `split` has rebound its own forward back."""
+    for module in binding.rebound:
+        del module.__dict__["forward"]
+    binding.rebound.clear()
+    binding.watch = None
 
-    __slots__ = ("binding", "module", "run", "site")
 
-    def __init__(self, run: _Run, module: nn.Module, binding: Binding, site: Site) -> None:
-        self.run = run
+class _LinearForward:
+    """The forward of one nn.Linear: what `split_linear` does, with the site at hand, since it runs most often."""
+
+    __slots__ = ("bias", "binding", "dtype", "module", "parameters", "site", "weight")
+
+    def __init__(self, module: nn.Module, binding: Binding) -> None:
         self.module = module
         self.binding = binding
-        self.site = site
+        self.parameters = module._parameters
+        self.weight = module._parameters["weight"]
+        self.bias = module._parameters["bias"]
+        self.dtype = None if self.weight is None else self.weight.dtype
+        self.site = None if self.weight is None else binding.site(LINEAR, self.weight, self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        queue = self.binding.queue
-        module = self.module
-        if queue is not None and module._parameters["weight"] is self.site.weight:
-            result = self.run(module, x, self.site, queue)
-            if result is not None:
-                return result
-        plain: Tensor = type(module).forward(module, x)
+        weight = self.parameters["weight"]
+        bias = self.parameters["bias"]
+        if (
+            self.binding.current is None
+            or self.site is None
+            or type(x) is not Tensor
+            or x.dtype is not self.dtype
+            or weight is None
+            or weight is not self.weight
+            or bias is not self.bias
+            or under_autocast()
+            or under_transform()
+        ):
+            return self._unusual(x, self.module)
+        return linear(x, weight, bias, self.site)
+
+    def _unusual(self, x: Tensor, module: Any) -> Tensor:
+        result = None if self.site is None else split_linear(self.binding, x, module.weight, module.bias)
+        return functional.linear(x, module.weight, module.bias) if result is None else result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (type(self.module).forward, self.module)
+
+
+class _Forward:
+    """The forward of one module instance; pickled or copied, it becomes the plain method again."""
+
+    __slots__ = ("binding", "call", "module")
+
+    def __init__(
+        self, call: Callable[[Any, Binding, Tensor], Tensor | None], module: nn.Module, binding: Binding
+    ) -> None:
+        self.call = call
+        self.module = module
+        self.binding = binding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result = self.call(self.module, self.binding, x)
+        if result is not None:
+            return result
+        plain: Tensor = type(self.module).forward(self.module, x)
         return plain
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (type(self.module).forward, self.module)
 
 
-def _linear(module: Any, x: Tensor, site: Site, queue: WeightGradQueue) -> Tensor | None:
-    operand = site.operand(x)
-    return None if operand is None else linear(operand, site.weight, module.bias, site, queue)
-
-
-def _embedding(module: Any, indices: Tensor, site: Site, queue: WeightGradQueue) -> Tensor | None:
-    unusual = module.sparse or module.scale_grad_by_freq or module.max_norm is not None
-    if unusual or not site.accepts(indices):
+def _embedding(module: Any, binding: Binding, indices: Tensor) -> Tensor | None:
+    if module.sparse or module.scale_grad_by_freq or module.max_norm is not None:
         return None
-    padding_idx = -1 if module.padding_idx is None else module.padding_idx
-    return embedding(indices, site.weight, padding_idx, site, queue)
+    return split_embedding(binding, indices, module.weight, module.padding_idx)
 
 
-def _convolution(module: Any, x: Tensor, site: Site, queue: WeightGradQueue) -> Tensor | None:
-    dimensions = len(module.kernel_size)
-    operand = site.operand(x)
-    if operand is None or operand.dim() not in (dimensions + 1, dimensions + 2):
-        return None
-    batched = operand.dim() == dimensions + 2
-    operand, padding = _pad(module, operand if batched else operand.unsqueeze(0))
-    geometry = Geometry(module.stride, padding, module.dilation, module.groups)
-    result = convolution(operand, site.weight, module.bias, geometry, site, queue)
-    return result if batched else result.squeeze(0)
-
-
-def _pad(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The input with all padding that the convolution itself cannot do, and the padding that it can."""
-    both = module._reversed_padding_repeated_twice  # (left, right) a dimension, the last dimension first
-    if module.padding == "valid":
-        return x, (0,) * len(module.kernel_size)
+def _convolution(module: Any, binding: Binding, x: Tensor) -> Tensor | None:
+    padding = module.padding
     if module.padding_mode != "zeros":
-        return functional.pad(x, both, mode=module.padding_mode), (0,) * len(module.kernel_size)
-    left, right = both[0::2][::-1], both[1::2][::-1]
-    if left == right:
-        return x, tuple(left)
-    return functional.pad(x, both), (0,) * len(module.kernel_size)
+        if binding.current is None:
+            return None
+        x = functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+        padding = 0
+    return split_convolution(
+        binding, x, module.weight, module.bias, module.stride, padding, module.dilation, module.groups
+    )
 
 
-_Run = Callable[[Any, Tensor, Site, WeightGradQueue], Tensor | None]
-
-_OPERATORS: dict[Callable[..., Tensor], _Run] = {
-    nn.Linear.forward: _linear,
-    nn.Embedding.forward: _embedding,
-    nn.Conv1d.forward: _convolution,
-    nn.Conv2d.forward: _convolution,
-    nn.Conv3d.forward: _convolution,
+_FORWARDS: dict[Callable[..., Tensor], Callable[[nn.Module, Binding], Callable[[Tensor], Tensor]]] = {
+    nn.Linear.forward: _LinearForward,
+    nn.Embedding.forward: partial(_Forward, _embedding),
+    nn.Conv1d.forward: partial(_Forward, _convolution),
+    nn.Conv2d.forward: partial(_Forward, _convolution),
+    nn.Conv3d.forward: partial(_Forward, _convolution),
 }
