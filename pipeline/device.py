@@ -12,6 +12,7 @@ from pipeline.errors import ConfigError
 __all__ = [
     "autocast",
     "backend_of",
+    "bound",
     "generator_of",
     "on_host",
     "process_device",
@@ -84,6 +85,11 @@ def backend_of(device: torch.device) -> str:
 def transfer_backend(device: torch.device) -> str:
     """The part of that backend which exchanges the tensors of the device itself."""
     return "gloo" if device.type == "cpu" else "nccl"
+
+
+def bound(device: torch.device) -> torch.device | None:
+    """The device to bind a process group to, so that it connects when it is made and not at its first use."""
+    return None if device.type == "cpu" else device
 
 
 def uses_streams(device: torch.device) -> bool:

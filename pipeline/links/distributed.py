@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.device import backend_of, process_device, uses_streams
+from pipeline.device import backend_of, bound, process_device, uses_streams
 from pipeline.links.distributed_group import DistributedGroup
 from pipeline.links.distributed_link import PairLink, TaggedLink
 from pipeline.links.host_memory import shared_bytes
@@ -74,11 +74,8 @@ def _initialize(wanted: str, timeout: float) -> tuple[torch.device, bool]:
     if dist.is_initialized():
         return process_device(wanted, local_rank, dist.get_backend_config()), False
     device = process_device(wanted, local_rank)
-    dist.init_process_group(
-        backend_of(device),
-        timeout=timedelta(seconds=timeout),
-        device_id=device if uses_streams(device) else None,  # connects at once, which pairs of ranks rely on
-    )
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend_of(device), timeout=limit, device_id=bound(device))
     return device, True
 
 
@@ -156,5 +153,12 @@ class DistributedTransport:
         return DistributedGroup(group, ranks, dist.get_rank(), self.timeout, self.started)
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        limit = timedelta(seconds=self.timeout)
-        return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend_of(self.device), timeout=limit))
+        return cast(
+            dist.ProcessGroup,
+            dist.new_group(
+                list(ranks),
+                backend=backend_of(self.device),
+                timeout=timedelta(seconds=self.timeout),
+                device_id=bound(self.device),
+            ),
+        )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.device import on_host, transfer_backend
+from pipeline.device import bound, on_host, transfer_backend
 from pipeline.errors import LinkError, RankDied, TransferTimeout
 from pipeline.links.protocol import Pending, not_a_peer, wait_text
 
@@ -106,8 +106,12 @@ class PairLink:
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         for source, destination in sorted(set(pairs) - self._made):
-            backend, limit = transfer_backend(self._device), timedelta(seconds=self._tagged.timeout)
-            group = dist.new_group([source, destination], backend=backend, timeout=limit)
+            group = dist.new_group(
+                [source, destination],
+                backend=transfer_backend(self._device),
+                timeout=timedelta(seconds=self._tagged.timeout),
+                device_id=bound(self._device),
+            )
             if source == self.rank:
                 self._to[destination] = group
             elif destination == self.rank:
