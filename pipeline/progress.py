@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
     from pipeline.engine import Engine
 
-__all__ = ["Report", "beside", "live"]
+__all__ = ["WINDOW", "Report", "beside", "live"]
 
 Report = Callable[["Tensor"], None]
 
-_WINDOW = 20  # steps over which speed is averaged
+WINDOW = 20
+"""Steps over which speed and bubble are averaged."""
 _REFRESH = 0.1  # seconds between two looks at the loss, which a device would have to be waited for
 _LINES = 20  # lines that a run writes into a log
 
@@ -51,7 +52,7 @@ def live(
         return
     console = console or Console(highlight=False)
     every = max(1, steps // _LINES)
-    marks: deque[_Mark] = deque(maxlen=_WINDOW + 1)
+    marks: deque[_Mark] = deque(maxlen=WINDOW + 1)
     with _bar(console) as bar:
         task = bar.add_task("", total=steps, completed=engine.steps, figures="")
         shown = 0.0
