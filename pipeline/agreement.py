@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from pipeline.errors import DataError, EndOfData
 from pipeline.mesh import Mesh
 
-__all__ = ["Closing", "Opening", "close", "open_step"]
+__all__ = ["Closing", "Opening", "Report", "close", "open_step"]
 
 _READS_NOTHING = 0.0
 _FAILED = -1.0
@@ -86,11 +87,24 @@ def _agreed_count(counts: Tensor) -> int:
     return found.pop()
 
 
+class Report(NamedTuple):
+    """What a rank tells of its part of a step; numbers all, since they travel in one vector."""
+
+    failed: bool  # a layer raised here
+    varied: int  # 1 + the stage whose input was found not to have the agreed form; 0: none was
+    rooted: bool  # a gradient starts at some loss here
+    stop: bool
+    busy: float  # seconds spent computing
+    span: float  # seconds that the program took
+
+
 @dataclass(frozen=True, slots=True)
 class Closing:
     """What every rank knows before it updates: who failed, the loss, the gradients' norms, how busy each rank was."""
 
-    failed: tuple[int, ...]  # world ranks that stopped computing
+    failed: tuple[int, ...]  # world ranks on which a layer raised
+    varied: frozenset[int]  # stages whose input did not have the agreed form
+    rooted: bool  # whether a gradient starts anywhere
     stop: bool  # whether some rank asked to stop
     loss: Tensor
     squared_norms: tuple[float, ...]  # one a layer, tied parameters in their first
@@ -106,23 +120,21 @@ class Closing:
 def close(
     mesh: Mesh,
     limit: int,
+    report: Report,
     *,
-    failed: bool,
-    stop: bool,
     losses: Mapping[int, Tensor],
     shares: Sequence[float],
     squared_norms: Sequence[Tensor | float],
-    busy: float,
-    span: float,
 ) -> Closing:
     """Agree on the end of a step over all ranks, in one all-reduce.
 
     ``losses`` are those of the micro-batches that left the model on this rank; ``squared_norms`` has one number a
     layer, 0 for the layers that another rank counts.
     """
-    ranks = torch.zeros(mesh.size, 5, dtype=torch.float64)
     code = max((1 + _DTYPES.index(loss.dtype) for loss in losses.values() if loss.dtype in _DTYPES), default=0)
-    ranks[mesh.rank] = torch.tensor([float(failed), float(stop), busy, span, float(code)], dtype=torch.float64)
+    row = [float(code), *map(float, report)]
+    ranks = torch.zeros(mesh.size, len(row), dtype=torch.float64)
+    ranks[mesh.rank] = torch.tensor(row, dtype=torch.float64)
     terms = torch.zeros(mesh.data, limit, dtype=torch.float64)
     for micro_batch, loss in losses.items():
         terms[mesh.data_rank, micro_batch] = loss.double() * shares[micro_batch]
@@ -131,17 +143,18 @@ def close(
     if mesh.size > 1:
         vector = _all_reduced(vector, mesh)
     ranks, terms, norms = vector.split([ranks.numel(), terms.numel(), norms.numel()])
-    rows = ranks.view(mesh.size, 5).tolist()
+    codes, failed, varied, rooted, stop, busy, span = ranks.view(mesh.size, len(row)).t().tolist()
     loss = torch.tensor(_summed(terms.reshape(-1).tolist()), dtype=torch.float64)
-    code = int(max(row[4] for row in rows))
-    dtype = _DTYPES[code - 1] if code else torch.float32
+    code = int(max(codes))
     return Closing(
-        failed=tuple(rank for rank, row in enumerate(rows) if row[0]),
-        loss=loss.to(device=mesh.device, dtype=dtype),
+        failed=tuple(rank for rank, told in enumerate(failed) if told),
+        varied=frozenset(int(told) - 1 for told in varied if told),
+        rooted=any(rooted),
+        stop=any(stop),
+        loss=loss.to(device=mesh.device, dtype=_DTYPES[code - 1] if code else torch.float32),
         squared_norms=tuple(norms.tolist()),
-        stop=any(row[1] for row in rows),
-        busy=tuple(row[2] for row in rows),
-        span=max(row[3] for row in rows),
+        busy=tuple(busy),
+        span=max(span),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from torch.optim import Optimizer
 
 from partition import Profile, predict_timeline
 from partition.errors import FewerLayersThanStages
-from pipeline import checkpoint, failures
-from pipeline.agreement import Closing, close
+from pipeline import checkpoint
+from pipeline.agreement import Closing
 from pipeline.batch import Item
 from pipeline.build import ParamGroups, check_ready_modules
 from pipeline.config import PipelineConfig
 from pipeline.device import set_threads
-from pipeline.errors import CheckpointError, ConfigError, LinkError, NonFiniteLoss, NotPlanned
+from pipeline.errors import CheckpointError, ConfigError, NonFiniteLoss, NotPlanned
 from pipeline.exchange import Forms, ShapeTable
 from pipeline.executor import Executor
 from pipeline.intake import take_in
@@ -29,7 +28,6 @@ from pipeline.mesh import Mesh, make_mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, environment, plan_for
 from pipeline.planning import choose_plan
-from pipeline.random_state import preserved
 from pipeline.recorder import measured_timeline
 from pipeline.runner import Runner
 from pipeline.state import gather_to_first, load_named, named_state
@@ -150,12 +148,12 @@ class Engine:
             raise NotPlanned("this engine has no optimizer, so it cannot train; pass optimizer=... to initialize")
         _, closing = self._run(source, train=True, with_loss=True)
         runner, update = self._planned(), self._updater()
-        norm = closing.gradient_norm
-        if self.config.nonfinite_loss == "raise" and not math.isfinite(float(closing.loss)):
-            runner.zero_gradients()
+        loss, norm = float(closing.loss), closing.gradient_norm
+        if self.config.nonfinite_loss == "raise" and not (math.isfinite(loss) and math.isfinite(norm)):
+            runner.undo()
             raise NonFiniteLoss(
-                f"the loss of step {self.steps} is {float(closing.loss)}; nothing was updated. Lower the learning "
-                'rate, set gradient_clipping, or set nonfinite_loss = "ignore" to go on regardless'
+                f"the loss of step {self.steps} is {loss} and the norm of its gradients {norm}; nothing was updated. "
+                'Lower the learning rate, set gradient_clipping, or set nonfinite_loss = "ignore" to go on regardless'
             )
         factor = clipping_factor(norm, self.config.gradient_clipping)
         if factor != 1.0:
@@ -320,6 +318,8 @@ class Engine:
             self.config, self.module, self.mesh, self.schedule, self._random, item=item, profile=self.profile
         )
         self._runner = Runner(plan, self.module, self.config, self.mesh, self._random, *self._make)
+        for table in self._tables.values():
+            table.varying |= self._runner.varying
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -331,45 +331,26 @@ class Engine:
         intake = take_in(
             source, mesh=mesh, schedule=self.schedule, module=self.module, table=self._tables[train], limit=limit
         )
-        opening = intake.opening
+        opening, table = intake.opening, self._tables[train]
         if self._runner is None:
             self._plan(intake.items[0] if intake.items else None)
-        runner = self._planned()
-        runner.set_mode(train)
-        executor = runner.executor(train=train, micro_batches=opening.micro_batches)
-        step = Step(
-            number=self._calls,
-            train=train,
-            with_loss=with_loss,
-            items=intake.items,
-            places=[Place(self.steps, mesh.data_rank * limit + i) for i in range(opening.micro_batches)],
-            shares=opening.shares,
-            forms=Forms(self._tables[train], opening.signatures, runner.changing),
-        )
-        try:
-            with nullcontext() if mesh.random_lock else preserved(mesh.device):
-                executor.run(step)
-            if train:
-                runner.ties.add()
-        except LinkError as error:
-            failures.explain_hang(error, mesh, executor.program)
-            raise
-        mesh.board.at(At.CLOSING)
-        closing = close(
-            mesh,
-            limit,
-            failed=step.failure is not None,
-            stop=self._asked_to_stop,
-            losses=step.losses,
-            shares=step.shares,
-            squared_norms=runner.squared_norms() if train else [],
-            busy=executor.stamps.busy,
-            span=executor.stamps.end - executor.stamps.begin,
-        )
-        if closing.failed:
-            runner.zero_gradients()
-            failures.raise_first(mesh, step.failure)
-        self._tables[train].learn(step.forms, intake.signatures)
+        while True:
+            step = Step(
+                number=self._calls,
+                train=train,
+                with_loss=with_loss,
+                items=intake.items,
+                places=[Place(self.steps, mesh.data_rank * limit + i) for i in range(opening.micro_batches)],
+                shares=opening.shares,
+                forms=Forms(table, opening.signatures),
+            )
+            executor, closing = self._planned().attempt(step, stop=self._asked_to_stop)
+            if not closing.varied:
+                break
+            table.varying |= closing.varied  # from now on headers go ahead of what enters these
+            self._calls += 1
+            mesh.board.begin(self._calls)
+        table.learn(step.forms, intake.signatures)
         self._stopping = closing.stop
         self._last = step, executor
         mesh.board.at(At.OUTSIDE)

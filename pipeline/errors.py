@@ -10,6 +10,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EndOfData",
+    "FormVaried",
     "GradientError",
     "LayerError",
     "LinkError",
@@ -21,7 +22,6 @@ __all__ = [
     "PipelineError",
     "PlanMismatch",
     "RankDied",
-    "ShapeChanged",
     "StateError",
     "StepFailed",
     "TransferDeadlock",
@@ -92,8 +92,15 @@ class NonFiniteLoss(PipelineError):
     """The loss is infinite or not a number."""
 
 
-class ShapeChanged(PipelineError):
-    """A tensor that crosses ranks does not have the form that both sides agreed on."""
+class FormVaried(PipelineError):
+    """What enters a stage does not have the form that ranks had agreed on; the engine runs the step again."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def __str__(self) -> str:
+        return f"the input of stage {self.stage} does not have the form that it had for inputs of the same shapes"
 
 
 class StepFailed(PipelineError):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.errors import ShapeChanged
+from pipeline.errors import FormVaried
 from pipeline.links.protocol import LANE_B, LANE_CONTROL, LANE_F, Link, Pending
 from pipeline.shapes import Form, TensorForm, Value, fits, form_of, memory
 
@@ -34,10 +34,13 @@ class ShapeTable:
 
     The rank of a route's first stage numbers the signatures it sees; the step's opening agreement tells everyone;
     every rank keeps the forms of its own boundaries under these numbers.  A number below ``count`` is agreed.
+
+    ``varying`` are the stages whose input has other forms for the same signature: always a header there.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.varying: set[int] = set()
         self._numbers: dict[Form, int] = {}
         self._forms: dict[tuple[int, int], Form] = {}
 
@@ -51,32 +54,31 @@ class ShapeTable:
         return numbers
 
     def form(self, stage: int, number: int) -> Form | None:
-        return self._forms.get((stage, number)) if number < self.count else None
+        """The form that is agreed on, None where there is none."""
+        return self._forms.get((stage, number)) if number < self.count and stage not in self.varying else None
 
     def learn(self, forms: Forms, signatures: dict[int, Form]) -> None:
         """Keep what a successful step taught; ``signatures`` are those of the micro-batches that entered here."""
         for micro_batch, signature in signatures.items():
             self._numbers[signature] = forms.numbers[micro_batch]
         self._forms.update(forms.taught)
+        self.varying |= forms.varying
         self.count = max(self.count, 1 + max(forms.numbers, default=-1))
 
 
 class Forms:
-    """The forms of one step: those agreed before it, and those that headers bring while it runs.
+    """The forms of one step: those agreed before it, and those that headers bring while it runs."""
 
-    ``changing`` are the stages whose input depends on a layer with data-dependent shapes: always a header there.
-    """
-
-    def __init__(self, table: ShapeTable, numbers: Sequence[int], changing: frozenset[int]) -> None:
+    def __init__(self, table: ShapeTable, numbers: Sequence[int]) -> None:
         self.numbers = tuple(numbers)
         self.taught: dict[tuple[int, int], Form] = {}
+        self.varying: set[int] = set()
         self._table = table
-        self._changing = changing
         self._brought: dict[Crossing, Form | None] = {}
 
     def agreed(self, at: Crossing) -> Form | None:
         """The form that both sides knew before the step."""
-        return None if at.stage in self._changing else self._table.form(at.stage, self.numbers[at.micro_batch])
+        return self._table.form(at.stage, self.numbers[at.micro_batch])
 
     def known(self, at: Crossing) -> bool:
         return at in self._brought or self.agreed(at) is not None
@@ -88,24 +90,25 @@ class Forms:
     def bring(self, at: Crossing, form: Form | None) -> None:
         """Note what a header said.  A gradient flows for a tensor if it did for any micro-batch alike."""
         self._brought[at] = form
-        if form is None or at.stage in self._changing:
+        if form is None:
             return
         where = (at.stage, self.numbers[at.micro_batch])
-        before = self.taught.get(where)
-        if before is not None:
-            _require_same_shapes(form, before)
-            form = _merged(before, form)
-        self.taught[where] = form
+        before = self.taught.setdefault(where, form)
+        if _without_gradients(before) == _without_gradients(form):
+            self.taught[where] = _with_gradients_of(form, before)
+        else:
+            self.varying.add(at.stage)
 
 
-def _merged(old: Form, new: Form) -> Form:
-    leaves = tuple(
-        b._replace(needs_gradient=a.needs_gradient or b.needs_gradient)
-        if isinstance(a, TensorForm) and isinstance(b, TensorForm)
-        else b
-        for a, b in zip(old.leaves, new.leaves, strict=True)
-    )
-    return Form(new.structure, leaves)
+def _with_gradients_of(form: Form, other: Form) -> Form:
+    """A form that needs a gradient wherever one of the two does; they differ in nothing else."""
+    pairs = zip(form.leaves, other.leaves, strict=True)
+    return Form(form.structure, tuple(b if isinstance(b, TensorForm) and b.needs_gradient else a for a, b in pairs))
+
+
+def _without_gradients(form: Form) -> Form:
+    leaves = tuple(x._replace(needs_gradient=False) if isinstance(x, TensorForm) else x for x in form.leaves)
+    return Form(form.structure, leaves)
 
 
 def _tensors(form: Form, *, gradients: bool) -> list[TensorForm]:
@@ -122,7 +125,7 @@ def send_value(
 
     Nothing is ever sent but what the receiver has posted: an agreed form exactly, or a header and what it says.
 
-    Raises ``ShapeChanged`` before anything is sent when the value does not fit what its input's signature implies.
+    Raises ``FormVaried`` before anything is sent when the value does not have the form that was agreed on.
     """
     agreed = forms.agreed(at)
     if value is None:
@@ -135,8 +138,8 @@ def send_value(
         form = form_of(value)
         forms.bring(at, form)
         pending = _send_header(link, peer, form, device)
-    else:
-        _require_fit(value, agreed)
+    elif not fits(value, agreed):
+        raise FormVaried(at.stage)
     return pending + [_send(link, peer, leaf.detach(), LANE_F) for leaf in value.leaves if isinstance(leaf, Tensor)]
 
 
@@ -158,30 +161,6 @@ def send_gradients(
         _send(link, peer, g if g is not None else _blank(tensor, device), LANE_B)
         for tensor, g in zip(wanted, given, strict=True)
     ]
-
-
-def _require_same_shapes(form: Form, expected: Form) -> None:
-    if _without_gradients(form) != _without_gradients(expected):
-        raise ShapeChanged(
-            f"an output is {form}, but was {expected} for inputs of the same shapes; if its shapes depend on the "
-            "values of the input, declare data_dependent_shapes = True on the layer's class"
-        )
-
-
-def _require_fit(value: Value, agreed: Form) -> None:
-    if fits(value, agreed):
-        return
-    form = form_of(value)
-    _require_same_shapes(form, agreed)
-    raise ShapeChanged(
-        f"an output {form} needs a gradient that it did not need for earlier inputs of the same shapes; "
-        "declare data_dependent_shapes = True on the layer's class"
-    )
-
-
-def _without_gradients(form: Form) -> Form:
-    leaves = tuple(x._replace(needs_gradient=False) if isinstance(x, TensorForm) else x for x in form.leaves)
-    return Form(form.structure, leaves)
 
 
 def _send(link: Link, peer: int, tensor: Tensor, lane: int) -> Pending:

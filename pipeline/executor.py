@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.errors import LinkError
+from pipeline.errors import FormVaried, LinkError
 from pipeline.exchange import Crossing, Inbox, send_gradients, send_value, value_from
 from pipeline.links.protocol import LANE_B, LANE_F, Link
 from pipeline.recorder import Stamps
@@ -184,19 +184,20 @@ class Executor:
             self.stamps.end = clock()
             del self._step
 
-    def _fail(self, error: Exception | None, action: str, layer: str = "") -> None:
+    def _fail(self, error: Exception | None, action: str) -> None:
+        """Compute nothing more in this step; ``error`` is None where a peer had failed before."""
         step = self._step
         if step.failure is not None:
             return
-        current = [p.current for p in step.passes.values() if p.current is not None]
-        if not layer and current:
-            layer = current[-1].name
+        layer = next((p.current.name for p in step.passes.values() if p.current is not None), "")
         step.failure = Failure(action, layer, error, time.time())
         step.passes.clear()
         step.values.clear()
         step.gradients.clear()
         self._board.fail(step.number)
-        if error is not None:
+        if error is not None and not isinstance(error, FormVaried):
+            where = f" in layer {layer}" if layer else ""
+            error.add_note(f"raised on rank {self._link.rank} in {action}{where}")
             traceback.print_exception(error)
 
     # -- waiting ---------------------------------------------------------------------------------------------
@@ -237,6 +238,7 @@ class Executor:
             output, result = stage.infer(value, step.places[micro_batch], passage, targets, step.with_loss)
             del step.passes[key]
         passage.needs_gradient = output.needs_gradient
+        self._step.rooted |= bool(passage.losses)
         for name, loss in passage.losses:
             by_micro_batch = step.added.setdefault(name, {})
             before = by_micro_batch.get(micro_batch)
@@ -251,6 +253,7 @@ class Executor:
     def _finish_route(self, output: Value, result: Value, micro_batch: int) -> None:
         if self._step.with_loss:
             self._step.losses[micro_batch] = result.leaves[0].detach().reshape(())
+            self._step.rooted |= result.needs_gradient[0]
         else:
             leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
             self._step.outputs[micro_batch] = unflatten(leaves, output.structure)
@@ -263,7 +266,8 @@ class Executor:
         self._gradients(stage, micro_batch, defer=True)
 
     def _weight_gradients(self, stage: Stage, micro_batch: int) -> None:
-        stage.weight_gradients(self._step.passes.pop((stage.number, micro_batch)))
+        stage.weight_gradients(self._step.passes[stage.number, micro_batch])
+        del self._step.passes[stage.number, micro_batch]
 
     def _gradients(self, stage: Stage, micro_batch: int, *, defer: bool) -> None:
         step = self._step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.errors import LinkError, StepFailed
+from pipeline.errors import FormVaried, LinkError, StepFailed
 from pipeline.mesh import Mesh
 from pipeline.step import Failure
 from pipeline.watch import hang_report
@@ -14,7 +14,7 @@ __all__ = ["explain_hang", "raise_first"]
 def raise_first(mesh: Mesh, failure: Failure | None) -> None:
     """Raise ``StepFailed`` for the failure that came first.  Collective over all ranks."""
     mine = None
-    if failure is not None and failure.error is not None:
+    if failure is not None and failure.error is not None and not isinstance(failure.error, FormVaried):
         message = f"{type(failure.error).__name__}: {failure.error}"
         mine = (failure.time, mesh.rank, failure.layer, failure.action, message)
     known = [told for told in mesh.world.all_gather_object(mine) if told is not None]

@@ -123,7 +123,7 @@ class Layer:
         self.recompute = recompute
         self._spares_input = spares_input or recompute
         self._random = random
-        self._buffers = Buffers(module)
+        self.buffers = Buffers(module)
         self._draws: dict[bool, bool] = {}  # by training mode; only where ranks share a generator
         self._changes_input: dict[bool, bool] = {}  # by training mode; only where the input is spared
 
@@ -166,7 +166,7 @@ class Layer:
         return [self._settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _settled(self, leaf: Tensor) -> Tensor:
-        return leaf.clone() if not leaf.requires_grad and self._buffers.hold(leaf) else settled(leaf)
+        return leaf.clone() if not leaf.requires_grad and self.buffers.hold(leaf) else settled(leaf)
 
     def _run(self, leaves: list[Any], value: Value, place: Place, losses: list[tuple[str, Tensor]]) -> Any:
         mode = self.module is not None and self.module.training

@@ -26,7 +26,8 @@ class LayerSpec:
     """A layer to be built as ``factory(*args, **kwargs)`` on the rank that owns it, and nowhere else.
 
     ``factory`` is usually an ``nn.Module`` class.  A class attribute ``data_dependent_shapes = True`` declares
-    that the shapes of its outputs depend on the *values* of its inputs and not only on their shapes.
+    that the shapes of its outputs depend on the *values* of its inputs and not only on their shapes.  Without it the
+    engine finds that out, at the price of running once again the first step in which they are different.
     """
 
     factory: Callable[..., nn.Module]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from torch import Tensor
 
+from pipeline import failures
+from pipeline.agreement import Closing, Report, close
+from pipeline.buffers import Snapshot
 from pipeline.build import ParamGroups, build_layers
 from pipeline.config import PipelineConfig
+from pipeline.errors import FormVaried, LinkError, LossError
 from pipeline.executor import Executor
 from pipeline.layer import Layer, RandomSource
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan
+from pipeline.random_state import preserved
 from pipeline.stage import Stage
+from pipeline.step import Step
 from pipeline.ties import Role, TiedGradients
 from pipeline.update import MakeOptimizer, MakeScheduler, Updater, squared_norms
+from pipeline.watch import At
 from schedules import Schedule, lower
 from schedules.restrict import forwards_of, shortened
 
@@ -56,11 +65,12 @@ class Runner:
             stage: Stage(stage, [self.built.layers[i] for i in layers], loss if stage in ends else None)
             for stage, layers in layers_of_stage.items()
         }
-        self.changing = _changing_stages(module, self.schedule, plan)
+        self.varying = _varying_stages(module, self.schedule, plan)
         self.all_ties = module.ties()
         self.ties = TiedGradients(self.all_ties, self.built.flats, self._world_rank_of_layer(), mesh.link)
         self.update = Updater(self.built, make_optimizer, make_scheduler) if make_optimizer else None
         self._training: bool | None = None
+        self._before: list[Snapshot] = []
         self._executors: dict[tuple[bool, int], Executor] = {}
 
     def _world_rank_of_layer(self) -> list[int]:
@@ -93,14 +103,65 @@ class Runner:
         self._executors[train, micro_batches] = made
         return made
 
-    def set_mode(self, train: bool) -> None:
+    def attempt(self, step: Step, *, stop: bool) -> tuple[Executor, Closing]:
+        """Run a step up to its closing agreement.  Collective over all ranks.
+
+        Raises ``StepFailed`` where a layer raised and ``LossError`` where no gradient starts, on all ranks.  When the
+        closing agreement tells of stages whose input varied, the step is to be run again.  In all these cases the
+        model is as it was before.
+        """
+        mesh = self._mesh
+        self._set_mode(step.train)
+        executor = self.executor(train=step.train, micro_batches=len(step.places))
+        self._before = [layer.buffers.snapshot() for layer in self.built.layers.values()] if step.train else []
+        try:
+            with nullcontext() if mesh.random_lock else preserved(mesh.device):
+                executor.run(step)
+            if step.train:
+                self.ties.add()
+        except LinkError as error:
+            failures.explain_hang(error, mesh, executor.program)
+            raise
+        mesh.board.at(At.CLOSING)
+        raised = None if step.failure is None else step.failure.error
+        varied = raised.stage + 1 if isinstance(raised, FormVaried) else 0
+        failed = raised is not None and not varied
+        stamps = executor.stamps
+        closing = close(
+            mesh,
+            self._config.micro_batches,
+            Report(failed, varied, step.rooted, stop, stamps.busy, stamps.end - stamps.begin),
+            losses=step.losses,
+            shares=step.shares,
+            squared_norms=self._squared_norms() if step.train else [],
+        )
+        if closing.varied:  # goes before failures: what was sent in place of the value may be their cause
+            self.undo()
+        elif closing.failed:
+            self.undo()
+            failures.raise_first(mesh, step.failure)
+        elif step.train and not closing.rooted:
+            self.undo()
+            raise LossError(
+                "no gradient starts at the loss: it depends on no trainable parameter; look for detach(), item(), "
+                "argmax or no_grad() between the parameters and what loss_fn returns"
+            )
+        return executor, closing
+
+    def undo(self) -> None:
+        """Make gradients and buffers what they were before the last training step, which has not updated anything."""
+        self.zero_gradients()
+        for snapshot in self._before:
+            snapshot.put_back()
+
+    def _set_mode(self, train: bool) -> None:
         """Put all layers into training or evaluation mode."""
         if train is not self._training:
             self._training = train
             for stage in self.stages.values():
                 stage.train(train)
 
-    def squared_norms(self) -> list[Tensor | float]:
+    def _squared_norms(self) -> list[Tensor | float]:
         """The squared norm of each layer's gradients, as far as this rank is the one to count them."""
         counts = self._mesh.data_rank == 0
         return squared_norms(self.built.stretches(Role.OWNER) if counts else [], self.plan.partition.cuts[-1])
@@ -122,7 +183,7 @@ class Runner:
                         self._mesh.replicas.all_reduce(vector.gradients)
 
 
-def _changing_stages(module: PipelineModule, schedule: Schedule, plan: Plan) -> frozenset[int]:
+def _varying_stages(module: PipelineModule, schedule: Schedule, plan: Plan) -> frozenset[int]:
     """Stages whose input comes, directly or not, from a layer that declares data-dependent shapes."""
     first = next((i for i in range(len(module)) if module.shapes_depend_on_data(i)), None)
     if first is None:

@@ -22,7 +22,7 @@ class StagePass:
     def __init__(self) -> None:
         self.calls: list[LayerCall] = []
         self.losses: list[tuple[str, Tensor]] = []
-        self.current: Layer | None = None  # the layer at work, for the message when it raises
+        self.current: Layer | None = None  # the layer at work, for the message when it raises; None when none is
         self.needs_gradient: tuple[bool, ...] = ()  # which leaves of the stage's output need one
 
 
@@ -49,12 +49,15 @@ class Stage:
             value, call = layer.forward(value, place)
             passage.calls.append(call)
             passage.losses += [(name, loss.detach()) for name, loss in call.losses]
-        if self.loss is None:
-            return value, value
-        passage.current = self.loss
-        loss, call = self.loss.forward(with_targets(value, targets), place)
-        passage.calls.append(call)
-        return value, _scalar(loss)
+        result = value
+        if self.loss is not None:
+            passage.current = self.loss
+            loss, call = self.loss.forward(with_targets(value, targets), place)
+            passage.calls.append(call)
+            passage.losses += [(name, added.detach()) for name, added in call.losses]
+            result = _scalar(loss)
+        passage.current = None
+        return value, result
 
     def infer(
         self, value: Value, place: Place, passage: StagePass, targets: Any, with_loss: bool
@@ -64,11 +67,14 @@ class Stage:
             passage.current = layer
             value, losses = layer.infer(value, place)
             passage.losses += losses
-        if self.loss is None or not with_loss:
-            return value, value
-        passage.current = self.loss
-        loss, _ = self.loss.infer(with_targets(value, targets), place)
-        return value, _scalar(loss)
+        result = value
+        if self.loss is not None and with_loss:
+            passage.current = self.loss
+            loss, losses = self.loss.infer(with_targets(value, targets), place)
+            passage.losses += losses
+            result = _scalar(loss)
+        passage.current = None
+        return value, result
 
     def backward(self, passage: StagePass, gradients: Gradients, loss_scale: float, *, defer: bool) -> Gradients:
         """Gradients of the stage's input leaves that need one; with ``defer`` the weights' products wait.
@@ -82,12 +88,16 @@ class Stage:
         for layer, call in zip(reversed(layers), reversed(passage.calls), strict=True):
             passage.current = layer
             gradients = layer.backward(call, gradients, loss_scale, defer=defer)
+        passage.current = None
         return gradients
 
     def weight_gradients(self, passage: StagePass) -> None:
         """The products that a deferred backward left, from the last layer to the first."""
-        for call in reversed(passage.calls):
+        layers = self.layers if self.loss is None else (*self.layers, self.loss)
+        for layer, call in zip(reversed(layers), reversed(passage.calls), strict=True):
+            passage.current = layer
             call.queue.drain()
+        passage.current = None
 
 
 def with_targets(output: Value, targets: Any) -> Value:

@@ -54,4 +54,5 @@ class Step:
     losses: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch, detached
     outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch, only where they were asked for
     added: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # added losses by name and micro-batch
+    rooted: bool = False  # whether a gradient starts at some loss here
     failure: Failure | None = None
