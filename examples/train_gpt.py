@@ -95,7 +95,7 @@ def train(engine: Engine, text: Tensor, options: argparse.Namespace) -> list[Tim
         signal.signal(name, lambda *_: engine.request_stop())
     mesh, timelines = engine.mesh, []
     amount = mesh.data * engine.config.micro_batches * options.rows * options.seq
-    with live(engine, options.steps, unit="bytes", amount=amount) as report:
+    with live(engine, options.steps, unit="tokens", amount=amount) as report:
         while engine.steps < options.steps and not engine.should_stop:
             seed = engine.steps * mesh.data + mesh.data_rank  # the step's number is the place in the data
             report(engine.train_batch(corpus.random_windows(text, options.seq, options.rows, seed)))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from schedules import Timeline
@@ -25,8 +25,10 @@ Report = Callable[["Tensor"], None]
 
 WINDOW = 20
 """Steps over which speed and bubble are averaged."""
+
 _REFRESH = 0.1  # seconds between two looks at the loss, which a device would have to be waited for
-_LINES = 20  # lines that a run writes into a log
+_LINES = 20  # lines that a run of known length writes into a log
+_EVERY = 10  # steps to a line where the length is not known
 
 
 class _Mark(NamedTuple):
@@ -38,50 +40,62 @@ class _Mark(NamedTuple):
 
 @contextmanager
 def live(
-    engine: Engine, steps: int, *, unit: str = "rows", amount: int = 1, console: Console | None = None
+    engine: Engine, steps: int | None, *, unit: str = "rows", amount: int = 1, console: Console | None = None
 ) -> Iterator[Report]:
     """Show a training run up to ``steps`` while it goes on; gives the function to call after each step.
 
-    Use it as ``with live(engine, steps) as report: report(engine.train_batch(batches))``.  ``amount`` is how
-    many of ``unit`` one step takes, over all data-parallel copies.  Loss, speed and bubble stand in a line
-    that renews itself in a terminal, and in about twenty lines elsewhere.  Only the first rank writes; on the
-    others the function does nothing.
+    Use it as ``with live(engine, steps) as report: report(engine.train_batch(batches))``.  ``steps`` is None
+    where the data decide.  ``amount`` is how many of ``unit`` one step takes, over all data-parallel copies.
+    Loss, speed and bubble stand in a line that renews itself in a terminal, and in some twenty lines
+    elsewhere.  Only the first rank writes; on the others the function does nothing.
     """
     if engine.mesh.rank != 0:
         yield lambda loss: None
         return
     console = console or Console(highlight=False)
-    every = max(1, steps // _LINES)
+    every = _EVERY if steps is None else max(1, steps // _LINES)
     marks: deque[_Mark] = deque(maxlen=WINDOW + 1)
+    waiting: Tensor | None = None  # the loss of the last step, while it has not been shown
+    shown = 0.0
     with _bar(console) as bar:
         task = bar.add_task("", total=steps, completed=engine.steps, figures="")
-        shown = 0.0
+
+        def show(loss: Tensor) -> None:
+            figures = _figures(loss, marks, unit, amount)
+            bar.update(task, completed=engine.steps, figures=figures)
+            if not console.is_terminal:
+                console.print(f"step {_of(engine.steps, steps)}  {figures}")
 
         def report(loss: Tensor) -> None:
-            nonlocal shown
+            nonlocal waiting, shown
             now = time.perf_counter()
             marks.append(_Mark(now, engine.stats.bubble if engine.stats else 0.0))
-            last = engine.steps >= steps
-            if console.is_terminal:
-                if last or now - shown >= _REFRESH:
-                    shown = now
-                    bar.update(task, completed=engine.steps, figures=_figures(loss, marks, unit, amount))
-            elif last or engine.steps % every == 0:
-                console.print(f"step {engine.steps}/{steps}  {_figures(loss, marks, unit, amount)}")
+            due = now - shown >= _REFRESH if console.is_terminal else engine.steps % every == 0
+            waiting = None if due else loss
+            if due:
+                shown = now
+                show(loss)
 
         yield report
+        if waiting is not None:
+            show(waiting)
 
 
 def _bar(console: Console) -> Progress:
     """A progress bar, which shows nothing where there is no terminal to draw it in."""
     return Progress(
-        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("step"),
+        MofNCompleteColumn(),
         BarColumn(bar_width=20),
         TextColumn("{task.fields[figures]}"),
         TimeElapsedColumn(),
         console=console,
         disable=not console.is_terminal,
     )
+
+
+def _of(step: int, steps: int | None) -> str:
+    return str(step) if steps is None else f"{step}/{steps}"
 
 
 def _figures(loss: Tensor, marks: deque[_Mark], unit: str, amount: int) -> str:

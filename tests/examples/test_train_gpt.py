@@ -47,7 +47,7 @@ def test_it_shows_progress_the_loss_and_a_sample(complete: tuple[Path, str]) -> 
     _, output = complete
     steps = re.findall(r"^step (\d+)/30  loss ([\d.]+)  .*bubble [\d.]+ %$", output, re.MULTILINE)
     assert [int(step) for step, _ in steps] == list(range(1, 31))
-    assert re.search(r"^step 30/30 .* [\d,]+ bytes/s  ", output, re.MULTILINE)
+    assert re.search(r"^step 30/30 .* [\d,]+ tokens/s  ", output, re.MULTILINE)
     first, last = float(steps[0][1]), float(steps[-1][1])
     assert 5.0 < first < 6.5
     assert last < first - 0.7

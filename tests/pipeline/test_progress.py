@@ -31,12 +31,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def run(clock: Clock, steps: int, *, terminal: bool = False, rank: int = 0, begin: int = 0) -> str:
+def run(
+    clock: Clock, steps: int, *, terminal: bool = False, rank: int = 0, begin: int = 0, total: int | None = -1
+) -> str:
     """What is shown of steps of half a second each, the bubble going down from 50 % by 1 % a step."""
+    total = steps if total == -1 else total
     engine: Any = SimpleNamespace(steps=begin, stats=None, mesh=SimpleNamespace(rank=rank))
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=100, color_system=None, highlight=False)
-    with progress.live(engine, steps, unit="rows", amount=10, console=console) as report:
+    with progress.live(engine, total, unit="rows", amount=10, console=console) as report:
         for _ in range(begin, steps):
             clock.now += 0.5
             engine.steps += 1
@@ -55,7 +58,17 @@ def test_a_log_gets_a_line_for_each_step_of_a_short_run(clock: Clock) -> None:
 
 def test_a_log_gets_twenty_lines_of_a_long_run(clock: Clock) -> None:
     lines = run(clock, 45).splitlines()
-    assert [int(line.split()[1].split("/")[0]) for line in lines] == [*range(2, 46, 2), 45]
+    assert [line.split()[1] for line in lines] == [f"{step}/45" for step in (*range(2, 46, 2), 45)]
+
+
+def test_a_run_that_ends_early_shows_its_last_step(clock: Clock) -> None:
+    lines = run(clock, 5, total=100).splitlines()
+    assert lines == ["step 5/100  loss 0.200  20 rows/s  bubble 47.0 %"]
+
+
+def test_a_log_of_unknown_length_gets_every_tenth_step_and_the_last(clock: Clock) -> None:
+    lines = run(clock, 23, total=None).splitlines()
+    assert [line.split()[1] for line in lines] == ["10", "20", "23"]
 
 
 def test_speed_and_bubble_are_means_over_the_last_steps(clock: Clock) -> None:
@@ -67,7 +80,7 @@ def test_speed_and_bubble_are_means_over_the_last_steps(clock: Clock) -> None:
 def test_a_terminal_gets_one_line_that_renews_itself(clock: Clock) -> None:
     shown = run(clock, 3, terminal=True)
     assert "\r" in shown
-    assert "step 3/3" in shown
+    assert "step 3/3 " in shown
     assert "loss 0.333  20 rows/s  bubble 48.0 %" in shown
 
 
