@@ -1,6 +1,6 @@
 """Open HTML files in headless Chromium and fail on any network request, console error or missing drawing.
 
-    python benchmarks/check_page.py bubbles.html [more.html ...] [--screenshot DIR] [--dark] [--size 1280x900]
+    python -m benchmarks.check_page bubbles.html [more.html ...] [--screenshot DIR] [--dark] [--size 1280x900]
 
 The browser is driven over its debugging pipe (file descriptors 3 and 4, messages ended by a zero byte), so that
 nothing but the browser itself is needed, and only what the page does is counted: Chromium's own background

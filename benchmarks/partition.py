@@ -1,6 +1,6 @@
 """Are measured costs the right thing to cut by? Every cut of 12 unlike layers over 2 ranks, measured; and `split`.
 
-    python benchmarks/partition.py [--json]
+    python -m benchmarks.partition [--json]
 
 Some layers are cheap in parameters and dear in time (convolutions, attention over a long sequence), some the
 reverse (an embedding, wide layers on few rows). All 11 cuts, the one chosen by profile and the one that evens out
@@ -16,9 +16,7 @@ import random
 import sys
 import time
 
-sys.path.append(sys.path.pop(0))  # this folder last, or this file would be taken for the package it measures
-
-from ranks import Row, median, report, run_ranks
+from benchmarks.ranks import Row, median, report, run_ranks
 
 ROUNDS = 7
 SEQUENCE, WIDTH, VOCABULARY, ROWS, MICRO_BATCHES = 192, 64, 20_000, 2, 6
@@ -32,7 +30,7 @@ def main() -> int:
     if options.worker:
         worker()
         return 0
-    found = run_ranks(__file__, 2, [])
+    found = run_ranks("benchmarks.partition", 2, [])
     cuts = {int(cut): seconds for cut, seconds in found["cuts"].items()}
     best = min(cuts, key=cuts.__getitem__)
     if not options.json:
@@ -63,8 +61,8 @@ def _time_of_split() -> float:
 
 def worker() -> None:
     import torch
-    from unlike_layers import build
 
+    from benchmarks.unlike_layers import build
     from pipeline import initialize
     from pipeline.engine import Engine
 

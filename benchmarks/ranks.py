@@ -7,7 +7,8 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -29,11 +30,11 @@ class Row(NamedTuple):
 
 
 def run_ranks(script: str, ranks: int, arguments: Sequence[str], *, timeout: float = 600.0) -> Any:
-    """Start ``script --worker ...`` under torchrun with one thread a rank; the JSON of its last line of output."""
+    """Start ``python -m script --worker ...`` under torchrun, one thread a rank; the JSON of its last line of output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        [*command, script, "--worker", *arguments], env=environment, timeout=timeout, capture_output=True, text=True
+        [*command, "-m", script, "--worker", *arguments], env=environment, timeout=timeout, capture_output=True, text=True
     )
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(arguments)} failed:\n{done.stderr[-4000:]}")

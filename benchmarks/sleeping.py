@@ -1,6 +1,6 @@
 """Does a schedule take as long as it is said to? Layers that sleep, F = I = W = 20 ms a rank, against the simulator.
 
-    python benchmarks/sleeping.py [--ranks 4] [--micro-batches 8 16] [--schedules 1f1b interleaved-1f1b:2] [--json]
+    python -m benchmarks.sleeping [--ranks 4] [--micro-batches 8 16] [--schedules 1f1b interleaved-1f1b:2] [--json]
 
 A step is measured from one train_batch to the next, so that reading, both agreements and the optimizer count too;
 it is simulated with costs of exactly 20 ms and with the measured latency of the link. Nothing is fitted.
@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 import time
 
-from ranks import Row, median, report, run_ranks
+from benchmarks.ranks import Row, median, report, run_ranks
 
 SECONDS = 0.020
 STEPS = 7
@@ -35,7 +36,7 @@ def main() -> int:
     rows = []
     for name, micro_batches in itertools.product(options.schedules, options.micro_batches):
         arguments = ["--schedules", name, "--micro-batches", str(micro_batches)]
-        found = run_ranks(__file__, options.ranks, arguments)
+        found = run_ranks("benchmarks.sleeping", options.ranks, arguments)
         label = f"{name} p{options.ranks} m{micro_batches}, {1e6 * found['hop']:.0f} us a hop"
         rows.append(Row(label, found["measured"], found["simulated"], BAR))
     return report(rows, as_json=options.json, unit="s")
@@ -43,15 +44,15 @@ def main() -> int:
 
 def worker(name: str, micro_batches: int) -> None:
     import torch
-    from sleeping_layers import Sleep
 
+    from benchmarks.sleeping_layers import Sleep
     from pipeline import LayerSpec, PipelineModule, initialize
     from pipeline.profiler import measure_hop
     from schedules import Costs, simulate
 
     name, _, stages = name.partition(":")
     per_rank = int(stages or 1)
-    world = int(__import__("os").environ["WORLD_SIZE"])
+    world = int(os.environ["WORLD_SIZE"])
     share = SECONDS / per_rank
     module = PipelineModule(
         [LayerSpec(Sleep, share, share, share) for _ in range(world * per_rank)],

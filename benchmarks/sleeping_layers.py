@@ -9,10 +9,23 @@ import torch
 from torch import Tensor, nn
 
 
-class Sleep(nn.Module):
-    """Sleeps ``forward``, ``input_grad`` and ``weight_grad`` seconds; the last as work of the layer's own queue.
+_INEXACT = 0.001  # seconds by which a system may wake a process too late
 
-    The small linear layer inside gives it a weight, whose split backward tells where W runs.
+
+def sleep_until(moment: float) -> None:
+    """Sleep until a moment of ``time.perf_counter``; the last of it is spent awake, so that it is not missed."""
+    remaining = moment - time.perf_counter() - _INEXACT
+    if remaining > 0:
+        time.sleep(remaining)
+    while time.perf_counter() < moment:
+        pass
+
+
+class Sleep(nn.Module):
+    """Takes ``forward``, ``input_grad`` and ``weight_grad`` seconds; the last as work of the layer's own queue.
+
+    The small linear layer inside gives it a weight, whose split backward tells where W runs.  Its forward is part
+    of the time; what else a runtime does around a layer is not.
     """
 
     def __init__(self, forward: float, input_grad: float, weight_grad: float, size: int = 8) -> None:
@@ -35,7 +48,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         _, input_grad, weight_grad = ctx.times
-        time.sleep(input_grad)
+        sleep_until(time.perf_counter() + input_grad)
         if ctx.queue is None:
             time.sleep(weight_grad)
         else:
