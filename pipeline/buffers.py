@@ -1,4 +1,4 @@
-"""The buffers of a layer, put back to what they were where a forward must not count."""
+"""The buffers of a layer: put back to what they were where a forward must not count, and kept equal in all copies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from pipeline.links.protocol import Group
 
 __all__ = ["Buffers", "Snapshot"]
 
@@ -56,6 +58,24 @@ class Buffers:
             return False
         address = tensor.untyped_storage().data_ptr()
         return any(b is not None and b.untyped_storage().data_ptr() == address for _, _, b in self._all())
+
+    @torch.no_grad()
+    def share(self, group: Group) -> None:
+        """Make the saved ones those of the group's first member.  Collective over ranks that hold the same layer."""
+        saved = [
+            buffer
+            for owner in self._owners
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and name not in owner._non_persistent_buffers_set
+        ]
+        if not saved:
+            return
+        # As bytes, one message carries all types, those that a backend cannot add among them.
+        together = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in saved])
+        group.broadcast(together, 0)
+        if group.rank != 0:
+            for buffer, part in zip(saved, together.split([b.nbytes for b in saved]), strict=True):
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def _all(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor | None]]:
         for owner in self._owners:

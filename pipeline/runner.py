@@ -68,6 +68,7 @@ class Runner:
         self.varying = _varying_stages(module, self.schedule, plan)
         self.all_ties = module.ties()
         self.ties = TiedGradients(self.all_ties, self.built.flats, self._world_rank_of_layer(), mesh.link)
+        mesh.link.connect(self._pairs())
         self.update = Updater(self.built, make_optimizer, make_scheduler) if make_optimizer else None
         self._training: bool | None = None
         self._before: list[Snapshot] = []
@@ -81,6 +82,13 @@ class Runner:
             for group in range(self.plan.partition.parts)
             for _ in self.plan.partition.layers_of(group)
         ]
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Ranks of the world, the first of which sends to the second: activations, gradients, gradients of ties."""
+        own = {self._mesh.world_rank(self._mesh.data_rank, rank): rank for rank in range(self._mesh.pipe)}
+        pairs = {*lower(self.schedule).messages, *((own[a], own[b]) for a, b in self.ties.pairs)}
+        rows = range(self._mesh.data)
+        return sorted((self._mesh.world_rank(d, a), self._mesh.world_rank(d, b)) for d in rows for a, b in pairs)
 
     def executor(self, *, train: bool, micro_batches: int) -> Executor:
         """The compiled program of a step of this many micro-batches; made on first use and kept."""
@@ -146,6 +154,8 @@ class Runner:
                 "no gradient starts at the loss: it depends on no trainable parameter; look for detach(), item(), "
                 "argmax or no_grad() between the parameters and what loss_fn returns"
             )
+        elif step.train:
+            self._share_buffers()
         return executor, closing
 
     def undo(self) -> None:
@@ -153,6 +163,13 @@ class Runner:
         self.zero_gradients()
         for snapshot in self._before:
             snapshot.put_back()
+
+    def _share_buffers(self) -> None:
+        """Give every copy of the pipeline the first one's running statistics and the like, once a step: evaluation,
+        state and checkpoints then do not depend on which copy is asked."""
+        if self._mesh.data > 1:
+            for layer in self.built.layers.values():
+                layer.buffers.share(self._mesh.replicas)
 
     def _set_mode(self, train: bool) -> None:
         """Put all layers into training or evaluation mode."""

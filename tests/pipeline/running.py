@@ -34,7 +34,7 @@ def start(case: Case, layout: Layout, **others: Any) -> Engine:
 
 
 def run(case: Case, layout: Layout, *, processes: bool = False, **others: Any) -> Outcome:
-    """Train on all ranks.  Every rank must tell the same losses and norms, and hold the same tied parameters."""
+    """Train on all ranks.  Every rank must tell the same losses and norms, and hold the same bits as the others."""
     return agreed(everywhere(train_here, layout.ranks, case, layout, processes=processes, **others), layout)
 
 
@@ -44,7 +44,7 @@ def gradients(case: Case, layout: Layout, **others: Any) -> Outcome:
 
 
 def train_here(case: Case, layout: Layout, **others: Any) -> tuple[Outcome, bool]:
-    """Train on the calling rank; the outcome, and whether its tied parameters are those of the first use."""
+    """Train on the calling rank; the outcome, and whether what it holds are the bits of rank 0's whole state."""
     engine = start(case, layout, **others)
     outcome = train(engine, case)
     return outcome, copies_agree(engine, outcome.after)
@@ -57,22 +57,28 @@ def agreed(results: Sequence[tuple[Outcome, bool]], layout: Layout) -> Outcome:
         if (outcome.losses, outcome.norms) != (first.losses, first.norms):
             raise AssertionError(f"{layout}: rank {rank} has losses {outcome.losses}, rank 0 {first.losses}")
         if not agrees:
-            raise AssertionError(f"{layout}: tied parameters of rank {rank} have drifted from their first use")
+            raise AssertionError(f"{layout}: tied parameters or copies of rank {rank} have drifted from those of the others")
     return first
 
 
 def copies_agree(engine: Engine, state: Mapping[str, Tensor]) -> bool:
-    """Whether this rank's copies of tied parameters are the bits in ``state``, which rank 0 has.  Collective."""
+    """Whether all that this rank holds, copies included, are the bits in ``state``, which rank 0 has.  Collective."""
     runner = engine._planned()
     whole = engine.mesh.world.broadcast_object(dict(state), 0)
-    return all(torch.equal(whole[name], t) for name, t in named_state(runner.built, runner.all_ties).copies.items())
+    held = named_state(runner.built, runner.all_ties)
+    return all(torch.equal(whole[name], tensor) for name, tensor in (*held.owned.items(), *held.copies.items()))
 
 
-def everywhere(worker: Callable[..., Any], ranks: int, *args: Any, processes: bool = False, **others: Any) -> list[Any]:
-    """``worker(*args, **others)`` on every rank; the results in rank order."""
+def everywhere(
+    worker: Callable[..., Any], ranks: int, *args: Any, processes: bool = False, timeout: float = 60.0, **others: Any
+) -> list[Any]:
+    """``worker(*args, **others)`` on every rank; the results in rank order.
+
+    ``timeout``: seconds in which processes must end, or that a thread may wait for another.
+    """
     if processes:
-        return run_processes(_call, ranks, worker, args, others)
-    return run_local(_call, ranks, worker, args, others, timeout=60.0)
+        return run_processes(_call, ranks, worker, args, others, timeout=timeout)
+    return run_local(_call, ranks, worker, args, others, timeout=timeout)
 
 
 def _call(worker: Callable[..., Any], args: Sequence[Any], others: Mapping[str, Any]) -> Any:
