@@ -24,9 +24,7 @@ DOUBLE = Recipe(dtype=torch.float64)
 SHAPES = ((1, 1, 4), (1, 3, 2), (2, 1, 1), (2, 2, 7), (3, 1, 3), (3, 2, 2), (4, 1, 8), (4, 3, 3))
 
 PART = [
-    layout
-    for ranks, stages_per_rank, number in SHAPES
-    for layout in layouts((ranks,), (stages_per_rank,), (number,))
+    layout for ranks, stages_per_rank, number in SHAPES for layout in layouts((ranks,), (stages_per_rank,), (number,))
 ]
 
 
@@ -156,9 +154,7 @@ def _grouped_by_shape(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 @varied
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
 def test_the_learning_rate_follows_its_schedule(layout: Layout, make: Callable[..., Any]) -> None:
-    check(
-        DOUBLE, layout, optimizer=make, lr_scheduler=_halving, plain={"optimizer": partial(_with_schedule, make)}
-    )
+    check(DOUBLE, layout, optimizer=make, lr_scheduler=_halving, plain={"optimizer": partial(_with_schedule, make)})
 
 
 def _halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

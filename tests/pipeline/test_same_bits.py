@@ -1,4 +1,4 @@
-"""The layout does not change a bit of the result: losses, norms and weights after some steps, in float32, dropout on."""
+"""The layout does not change a bit: losses, norms and weights after some steps, in float32, with dropout on."""
 
 from __future__ import annotations
 
