@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from pipeline import run_local
-from tests.examples.launch import output_of
+from tests.examples.launch import EXAMPLES, output_of
 
 
 def changed_lines() -> list[str]:
-    """What a diff of the two loops shows, import included."""
+    """What a diff of the two loops shows, with the import that one of them needs."""
     before, after = (inspect.getsource(loop).splitlines()[1:] for loop in (example.plain, example.piped))
-    source = inspect.getsource(example).splitlines()
-    imports = [f"+{line}" for line in source if line.startswith("from pipeline import")]
-    return imports + [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    imports = [line for line in inspect.getsource(example).splitlines() if line.startswith("from pipeline import")]
+    diff = difflib.unified_diff(before, [*imports, *after], lineterm="", n=0)
+    return [line for line in diff if line[0] in "+-" and line[:3] not in ("+++", "---")]
 
 
 @pytest.fixture
@@ -32,6 +32,12 @@ def double() -> Iterator[None]:
 
 def test_the_loop_changes_in_at_most_8_lines() -> None:
     assert 0 < len(changed_lines()) <= 8
+
+
+def test_the_readme_shows_these_lines() -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    shown = readme.split("```diff\n")[1].split("```")[0].splitlines()
+    assert sorted(line for line in shown if line[:1] in ("+", "-")) == sorted(changed_lines())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
