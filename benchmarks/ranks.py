@@ -30,9 +30,10 @@ class Row(NamedTuple):
 
 
 def run_ranks(script: str, ranks: int, arguments: Sequence[str], *, timeout: float = 600.0) -> Any:
-    """Start ``python -m script --worker ...`` under torchrun, one thread a rank; the JSON of its last line of output."""
+    """Start ``python -m script --worker ...`` on ranks of one thread; the JSON of its last line of output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     done = subprocess.run(
         [*command, "-m", script, "--worker", *arguments], env=environment, timeout=timeout, capture_output=True, text=True
     )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 _INEXACT = 0.001  # seconds by which a system may wake a process too late
 
 

@@ -55,7 +55,7 @@ def open_step(
             numbers[row, mesh.data_rank, micro_batch] = value
     vector = torch.cat([counts.reshape(-1), numbers.reshape(-1)])
     if mesh.size > 1:
-        vector = _all_reduced(vector, mesh)
+        mesh.world.all_reduce(vector)  # in host memory, where it is read
     counts = vector[: counts.numel()].view_as(counts)
     micro_batches = _agreed_count(counts)
     weight, signature = vector[counts.numel() :].view_as(numbers).tolist()
@@ -141,7 +141,7 @@ def close(
     norms = torch.tensor([float(n) for n in squared_norms], dtype=torch.float64)
     vector = torch.cat([ranks.reshape(-1), terms.reshape(-1), norms])
     if mesh.size > 1:
-        vector = _all_reduced(vector, mesh)
+        mesh.world.all_reduce(vector)  # in host memory, where it is read
     ranks, terms, norms = vector.split([ranks.numel(), terms.numel(), norms.numel()])
     codes, failed, varied, rooted, stop, busy, span = ranks.view(mesh.size, len(row)).t().tolist()
     loss = torch.tensor(_summed(terms.reshape(-1).tolist()), dtype=torch.float64)
@@ -164,9 +164,3 @@ def _summed(terms: Sequence[float]) -> float:
     for term in terms:
         total += term
     return total
-
-
-def _all_reduced(vector: Tensor, mesh: Mesh) -> Tensor:
-    on_device = vector.to(mesh.device)
-    mesh.world.all_reduce(on_device)
-    return on_device.cpu()

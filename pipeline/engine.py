@@ -126,7 +126,7 @@ class Engine:
         self.schedule = plan_for(config, module, mesh, cuts=(0, len(module))).build_schedule()
         """The schedule of a whole training step."""
         if self.schedule.forward_only and make_optimizer is not None:
-            raise ConfigError(f"schedule {config.schedule!r} has no backward; to train, set schedule to another, as 1f1b")
+            raise ConfigError(f"schedule {config.schedule!r} has no backward; to train, set schedule to 1f1b, say")
         if len(module) < self.schedule.num_layer_groups and not isinstance(config.partition, tuple):
             raise FewerLayersThanStages(len(module), self.schedule.num_layer_groups)
         if config.partition != "profile" or self.profile is not None:

@@ -131,13 +131,13 @@ def send_value(
     if value is None:
         if agreed is None:
             forms.bring(at, None)
-            return _send_header(link, peer, None, device)
+            return _send_header(link, peer, None)
         return [_send(link, peer, _blank(form, device), LANE_F) for form in _tensors(agreed, gradients=False)]
     pending: list[Pending] = []
     if agreed is None:
         form = form_of(value)
         forms.bring(at, form)
-        pending = _send_header(link, peer, form, device)
+        pending = _send_header(link, peer, form)
     elif not fits(value, agreed):
         raise FormVaried(at.stage)
     return pending + [_send(link, peer, leaf.detach(), LANE_F) for leaf in value.leaves if isinstance(leaf, Tensor)]
@@ -171,14 +171,17 @@ def _blank(form: TensorForm, device: torch.device) -> Tensor:
     return form.empty(device).zero_()
 
 
-def _send_header(link: Link, peer: int, form: Form | None, device: torch.device) -> list[Pending]:
-    """A header of fixed size, followed by another message where the text of the form is longer than that."""
+def _send_header(link: Link, peer: int, form: Form | None) -> list[Pending]:
+    """A header of fixed size, followed by another message where the text of the form is longer than that.
+
+    It lies in host memory, so that reading it makes nobody wait for an accelerator.
+    """
     text = b"" if form is None else pickle.dumps(form)
     length = _POISONED if form is None else len(text)
     head = length.to_bytes(_LENGTH_BYTES, "little", signed=True) + text
     first, rest = head[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0"), head[_HEADER_BYTES:]
     parts = [first, rest] if rest else [first]
-    return [link.send(peer, torch.frombuffer(bytearray(p), dtype=torch.uint8).to(device), LANE_CONTROL) for p in parts]
+    return [link.send(peer, torch.frombuffer(bytearray(p), dtype=torch.uint8), LANE_CONTROL) for p in parts]
 
 
 # -- receiving -----------------------------------------------------------------------------------------------
@@ -259,9 +262,9 @@ class Inbox:
         return form
 
     def _receive_bytes(self, count: int) -> bytes:
-        buffer = torch.empty(count, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(count, dtype=torch.uint8)
         self._link.receive(self._peer, buffer, LANE_CONTROL).wait()
-        return bytes(buffer.cpu().numpy())
+        return bytes(buffer.numpy())
 
 
 def value_from(form: Form, tensors: Sequence[Tensor]) -> Value:

@@ -180,6 +180,8 @@ def measure_hop(mesh: Mesh, size: int) -> float:
     Ranks 0 and 1 of each pipeline play; all ranks return the mean over pipelines, 0 where a pipeline is one rank.
     """
     mine = None
+    firsts = [mesh.world_rank(data, 0) for data in range(mesh.data)] if mesh.pipe > 1 else []
+    mesh.link.connect([pair for first in firsts for pair in ((first, first + 1), (first + 1, first))])
     if mesh.pipe > 1 and mesh.pipe_rank < 2:
         peer = mesh.world_rank(mesh.data_rank, 1 - mesh.pipe_rank)
         mine = statistics.median(_round_trip(mesh, peer, size) for _ in range(_HOP_ROUNDS)) / 2

@@ -77,11 +77,10 @@ def gather_to_first(owned: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor
             if rank == 0 == mesh.rank:
                 result[name] = owned[name].detach().to("cpu", copy=True)
             elif mesh.rank == 0:
-                buffer = torch.empty(shape, dtype=dtype, device=mesh.device)
-                mesh.link.receive(rank, buffer, LANE_CONTROL).wait()
-                result[name] = buffer.cpu()
+                result[name] = torch.empty(shape, dtype=dtype)
+                mesh.link.receive(rank, result[name], LANE_CONTROL).wait()
             elif mesh.rank == rank:
-                mesh.link.send(0, owned[name].detach().contiguous(), LANE_CONTROL).wait()
+                mesh.link.send(0, owned[name].detach().cpu().contiguous(), LANE_CONTROL).wait()
     return dict(sorted(result.items(), key=_layer_order))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from itertools import permutations
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +99,16 @@ class TiedGradients:
         self, ties: Sequence[Tie], flats: Mapping[int, FlatLayer], rank_of_layer: Sequence[int], link: Link
     ) -> None:
         self._link = link
+        self._all = ties
         self._ties = [tie for tie in ties if any(use.layer in flats for use in tie.uses)]
         self._flats = flats
         self._rank_of_layer = rank_of_layer
+
+    @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """The ranks, of those that ``rank_of_layer`` names, that send each other gradients."""
+        holders = [{self._rank_of_layer[use.layer] for use in tie.uses} for tie in self._all]
+        return {pair for ranks in holders for pair in permutations(sorted(ranks), 2)}
 
     def add(self) -> None:
         """Collective over the ranks that hold uses; afterwards each rank's first use holds the sum."""

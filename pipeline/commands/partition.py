@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loading.add_model(parser)
     parser.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks to cut for")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="M", help="micro-batches in a step (default 8)")
-    parser.add_argument("--method", default="profile", help="how to cut: profile (default), parameters, uniform, type:REGEX")
+    parser.add_argument(
+        "--method", default="profile", help="how to cut: profile (default), parameters, uniform, or type:REGEX"
+    )
     parser.add_argument("--profile", type=Path, metavar="FILE", help="use this saved profile in place of measuring")
     parser.add_argument("--save-profile", type=Path, metavar="FILE", help="save what was measured, for --profile")
     parser.add_argument("--hop", type=float, default=None, metavar="SECONDS", help="time of a message between ranks")
@@ -51,11 +53,12 @@ def run(options: argparse.Namespace) -> int:
     found = _options(profile, options)
     if not found:
         raise PartitionError(
-            f"{len(profile.layers)} layers cannot be cut for {options.ranks} ranks; set --ranks to {len(profile.layers)} or less"
+            f"{len(profile.layers)} layers cannot be cut for {options.ranks} ranks; "
+            f"set --ranks to {len(profile.layers)} or less"
         )
     if options.json:
-        sys.stdout.write(json.dumps({"profile": profile.model_dump(), "schedules": [_as_json(o) for o in found]}, indent=2))
-        sys.stdout.write("\n")
+        everything = {"profile": profile.model_dump(), "schedules": [_as_json(option) for option in found]}
+        sys.stdout.write(json.dumps(everything, indent=2) + "\n")
     else:
         _write_tables(profile, found)
     return 0
@@ -113,9 +116,8 @@ def _write_tables(profile: Profile, found: list[Option]) -> None:
         layers.add_column(heading, justify="left" if heading in ("layer", "type") else "right")
     for number, layer in enumerate(profile.layers):
         times = (f"{1e3 * t:.3f}" for t in (layer.forward, layer.input_grad, layer.weight_grad))
-        layers.add_row(
-            str(number), layer.type, f"{layer.parameters:,}", *times, _size(layer.activation_bytes), _size(layer.output_bytes)
-        )
+        sizes = map(_size, (layer.activation_bytes, layer.output_bytes))
+        layers.add_row(str(number), layer.type, f"{layer.parameters:,}", *times, *sizes)
     console.print(layers)
     table = Table(box=None, pad_edge=False, title="\nschedules, the fastest first", title_justify="left")
     for heading in ("", "schedule", "stages a rank", "step ms", "bubble", "idle by rank", "layers of each stage"):
