@@ -137,7 +137,8 @@ def close(
     ranks[mesh.rank] = torch.tensor(row, dtype=torch.float64)
     terms = torch.zeros(mesh.data, limit, dtype=torch.float64)
     for micro_batch, loss in losses.items():
-        terms[mesh.data_rank, micro_batch] = loss.double() * shares[micro_batch]
+        if shares[micro_batch]:  # else the loss may be the mean over no samples, which is not a number
+            terms[mesh.data_rank, micro_batch] = loss.double() * shares[micro_batch]
     norms = torch.tensor([float(n) for n in squared_norms], dtype=torch.float64)
     vector = torch.cat([ranks.reshape(-1), terms.reshape(-1), norms])
     if mesh.size > 1:

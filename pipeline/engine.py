@@ -181,7 +181,7 @@ class Engine:
         """The losses that layers added in the last step, as weighted means over it.  Collective."""
         step, _ = self._last_step()
         mine = {
-            name: sum(float(loss) * step.shares[i] for i, loss in sorted(by_micro_batch.items()))
+            name: sum(float(loss) * step.shares[i] for i, loss in sorted(by_micro_batch.items()) if step.shares[i])
             for name, by_micro_batch in step.added.items()
         }
         total: dict[str, float] = {}

@@ -221,7 +221,8 @@ class Layer:
         if call.kept is not None:
             self._recompute(call, call.kept)
         pairs = [(out, g) for out, g in zip(call.outputs, gradients, strict=True) if g is not None]
-        pairs += [(loss, loss.new_full((), loss_scale)) for _, loss in call.losses if loss.requires_grad]
+        if loss_scale:
+            pairs += [(loss, torch.full_like(loss, loss_scale)) for _, loss in call.losses if loss.requires_grad]
         call.outputs, call.losses = [], []
         if pairs:
             with nullcontext() if self.binding is None else self.binding.backward(call.queue, inline=not defer):

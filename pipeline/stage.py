@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline.errors import LossError
@@ -79,12 +80,13 @@ class Stage:
     def backward(self, passage: StagePass, gradients: Gradients, loss_scale: float, *, defer: bool) -> Gradients:
         """Gradients of the stage's input leaves that need one; with ``defer`` the weights' products wait.
 
-        On the last stage of a route the gradient starts at the loss, with the micro-batch's share of the step.
+        On the last stage of a route the gradient starts at the loss, with the micro-batch's share of the step.  Where
+        that is 0 none does: the mean over no samples is not a number, and has no part in the step.
         """
         layers = self.layers
         if self.loss is not None:
             layers = (*self.layers, self.loss)
-            gradients = [loss.new_full((), loss_scale) for loss in passage.calls[-1].outputs]
+            gradients = [torch.full_like(x, loss_scale) if loss_scale else None for x in passage.calls[-1].outputs]
         for layer, call in zip(reversed(layers), reversed(passage.calls), strict=True):
             passage.current = layer
             gradients = layer.backward(call, gradients, loss_scale, defer=defer)
