@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from pipeline.links.local import LocalLink
 from tests.pipeline.orders import declare
+
+Sent = list[tuple[int, torch.dtype]]
 
 
 @pytest.fixture
@@ -18,3 +23,17 @@ def double_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """Lane and type of every tensor that any rank of this process sends, from here on."""
+    seen: Sent = []
+    send = LocalLink.send
+
+    def noting(link: LocalLink, peer: int, tensor: Tensor, lane: int) -> Any:
+        seen.append((lane, tensor.dtype))
+        return send(link, peer, tensor, lane)
+
+    monkeypatch.setattr(LocalLink, "send", noting)
+    return seen

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline import LayerSpec, PipelineModule, initialize, run_local
 from pipeline.batch import Item
-from pipeline.links.local import LocalLink
 from pipeline.links.protocol import LANE_B, LANE_F
+from tests.pipeline.conftest import Sent
 from tests.pipeline.processes import run_processes
 from tests.pipeline.reference import Case, Layout, Outcome, agree, check, check_all, plainly, run, spread, train
 
@@ -54,20 +54,6 @@ def layer(function: Callable[[Any, Tensor], Any]) -> LayerSpec:
     return LayerSpec(Function, function)
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.dtype]]:
-    """Lane and type of every tensor that any rank sends, from here on."""
-    seen: list[tuple[int, torch.dtype]] = []
-    send = LocalLink.send
-
-    def noting(link: LocalLink, peer: int, tensor: Tensor, lane: int) -> Any:
-        seen.append((lane, tensor.dtype))
-        return send(link, peer, tensor, lane)
-
-    monkeypatch.setattr(LocalLink, "send", noting)
-    return seen
-
-
 # -- integers ------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +78,7 @@ def test_indices_made_on_one_stage_are_looked_up_on_another() -> None:
     check_all(stack(Indices, LookUp), spread(4))
 
 
-def test_integers_have_no_gradient_slot(sent: list[tuple[int, torch.dtype]]) -> None:
+def test_integers_have_no_gradient_slot(sent: Sent) -> None:
     model = [LayerSpec(Indices), LayerSpec(LookUp)]  # the first has no weights: nothing that it gives needs a gradient
     check(Case(lambda: PipelineModule(model, functional.mse_loss), items), Layout("1f1b", 2))
     assert Counter(sent)[LANE_F, torch.int64] == 2 * 4
@@ -221,7 +207,7 @@ def test_structures_arrive_between_processes() -> None:
         agree(outcome, plainly(case, Layout("1f1b", 3), outcome.before), name)
 
 
-def test_the_same_tensor_twice_stays_one(sent: list[tuple[int, torch.dtype]]) -> None:
+def test_the_same_tensor_twice_stays_one(sent: Sent) -> None:
     """It crosses once, and what happens to it in place happens to both, as in one process."""
 
     def change(pair: list[Tensor], weight: Tensor) -> Tensor:
