@@ -21,9 +21,6 @@ MOST_SITES = 1024
 class Watch(Protocol):
     """Sees the functional operators that user code calls on weights, from start to stop."""
 
-    unrecognised: dict[str, set[str]]
-    """Operators that took a weight and are not split, by the weight's name."""
-
     def start(self) -> None:
         """User code may run from here."""
 
@@ -46,6 +43,8 @@ class Binding:
     """
 
     __slots__ = (
+        "_backward",
+        "_forward",
         "_sites",
         "_step",
         "_targets",
@@ -56,6 +55,7 @@ class Binding:
         "rebound",
         "reference",
         "scratch",
+        "unrecognised",
         "watch",
     )
 
@@ -66,6 +66,10 @@ class Binding:
         self.current: WeightGradQueue | None = None
         self.rebound: list[nn.Module] = []
         self.watch: Watch | None = None
+        self.unrecognised: dict[str, set[str]] = {}  # operators that took a weight and are not split, by its name
+        # One object each, used again for every micro-batch.
+        self._forward = Pass(self, backward=False)
+        self._backward = Pass(self, backward=True)
         self._sites: dict[Hashable, Site] = {}
         self._targets: dict[int, Target] = {}
         self._weights: list[Target] = []
@@ -74,12 +78,14 @@ class Binding:
 
     def forward(self, queue: WeightGradQueue) -> Pass:
         """A context in which operators bind this queue into the graph."""
-        return Pass(self, queue)
+        self._forward.queue = queue
+        return self._forward
 
     def backward(self, queue: WeightGradQueue, *, inline: bool) -> Pass:
         """A context in which operators leave gradients of weights to this queue, or add them at once (`inline`)."""
         queue.inline = inline
-        return Pass(self, queue, backward=True)
+        self._backward.queue = queue
+        return self._backward
 
     def report(self) -> SplitReport:
         """What of the layer's weights is split, after its first micro-batch."""
@@ -95,20 +101,19 @@ class Binding:
             reason = "no operator that is split takes it"
             if target is not None and target.sites:
                 reason = "the user's hooks see it" if target.hooked else "autograd adds to its gradient as well"
-            operators = () if self.watch is None else tuple(sorted(self.watch.unrecognised.get(name, ())))
+            operators = tuple(sorted(self.unrecognised.get(name, ())))
             fallen_back.append(FallenBack(name, parameter.numel(), reason, operators))
         share = sum(entry.elements for entry in fallen_back) / elements if elements else 0.0
         return SplitReport(tuple(split), tuple(fallen_back), share)
 
     def site(
-        self, operator: Operator, weight: Tensor, bias: Tensor | None = None, details: Hashable = None
+        self, operator: Operator, weight: Tensor, bias: nn.Parameter | None = None, details: Hashable = None
     ) -> Site | None:
         """The site of this use of a parameter, or of a view of one; None if the plain operator must take it."""
         whole = isinstance(weight, nn.Parameter)
         parameter = weight if whole else weight._base
         geometry = None if whole else (weight.shape, weight.stride(), weight.storage_offset())
-        owned_bias = id(bias) if isinstance(bias, nn.Parameter) else None
-        key = (operator, id(parameter), geometry, owned_bias, details)
+        key = (operator, id(parameter), geometry, id(bias), details)
         site = self._sites.get(key)
         if site is None and parameter is not None and weight.requires_grad and len(self._sites) < MOST_SITES:
             site = self._new_site(operator, weight, parameter, bias, details)
@@ -117,7 +122,7 @@ class Binding:
         return site
 
     def _new_site(
-        self, operator: Operator, weight: Tensor, parameter: Tensor, bias: Tensor | None, details: Hashable
+        self, operator: Operator, weight: Tensor, parameter: Tensor, bias: nn.Parameter | None, details: Hashable
     ) -> Site | None:
         target = self._target(parameter)
         if target is None or weight.dtype != parameter.dtype or not _is_disjoint(weight):
@@ -128,7 +133,7 @@ class Binding:
             gradient = gradient.as_strided(weight.shape, weight.stride(), start + gradient.storage_offset())
             plain = plain.as_strided(weight.shape, weight.stride(), weight.storage_offset())
         bias_target = None if bias is None or not bias.requires_grad else self._target(bias)
-        site = Site(self, operator, target, plain, gradient, bias_target, details)
+        site = Site(self, operator, target, plain, gradient, bias, bias_target, details)
         if not target.sites:
             self._weights.append(target)
         target.sites.append(site)
@@ -188,7 +193,7 @@ class Binding:
                 self._fall_back(target)
             target.additions = additions
             for site in target.sites:
-                hooked = target.hooked or (site.bias is not None and site.bias.hooked)
+                hooked = target.hooked or (site.bias_target is not None and site.bias_target.hooked)
                 site.ordinary = target.mixed or hooked or (self.reference and len(target.sites) > 1)
 
     def _fall_back(self, target: Target) -> None:
@@ -202,20 +207,20 @@ class Binding:
 class Pass:
     """A forward or backward of one micro-batch over the layer, as a context."""
 
-    __slots__ = ("_backward", "_binding", "_queue")
+    __slots__ = ("_backward", "_binding", "queue")
 
-    def __init__(self, binding: Binding, queue: WeightGradQueue, *, backward: bool = False) -> None:
+    def __init__(self, binding: Binding, *, backward: bool) -> None:
         self._binding = binding
-        self._queue = queue
         self._backward = backward
+        self.queue = WeightGradQueue()
 
     def __enter__(self) -> None:
         binding = self._binding
         # Also in backward: what is recomputed there binds the same queue.
-        binding.current = self._queue
+        binding.current = self.queue
         if self._backward:
             binding.begin()
-            self._queue.is_open = True
+            self.queue.is_open = True
         if binding.watch is not None:
             binding.watch.start()
 
@@ -224,14 +229,15 @@ class Pass:
     ) -> None:
         binding = self._binding
         binding.current = None
+        queue = self.queue
         if binding.watch is not None:
             binding.watch.stop(backward=self._backward)
         if self._backward:
-            self._queue.is_open = False
+            queue.is_open = False
             if error is None:
-                binding.end(self._queue)
+                binding.end(queue)
             else:
-                self._queue.clear()
+                queue.clear()
 
 
 def _is_disjoint(view: Tensor) -> bool:

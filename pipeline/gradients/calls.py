@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.gradients.binding import Binding
@@ -20,10 +20,12 @@ under_autocast = torch._C._is_any_autocast_enabled
 def split_linear(binding: Binding, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """`x @ weight.T + bias`; x: (..., in), weight: (out, in), bias: (out)."""
     operand = _operand(binding, x, weight)
-    site = None if operand is None or weight.dim() != 2 else binding.site(LINEAR, weight, bias)
+    own_bias = bias if isinstance(bias, nn.Parameter) else None
+    site = None if operand is None or weight.dim() != 2 else binding.site(LINEAR, weight, own_bias)
     if operand is None or site is None:
         return None
-    return linear(operand, weight, bias, site)
+    result = linear(operand, weight, own_bias, site)
+    return result if bias is own_bias or bias is None else result + bias
 
 
 def split_embedding(binding: Binding, indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor | None:
@@ -55,12 +57,16 @@ def split_convolution(
     if left != right:
         outside = [side for pair in zip(reversed(left), reversed(right), strict=True) for side in pair]
         operand, left = functional.pad(operand, outside), (0,) * dimensions
-    site = binding.site(CONVOLUTION, weight, bias, Geometry(_each(stride, dimensions), left, dilations, groups))
+    own_bias = bias if isinstance(bias, nn.Parameter) else None
+    geometry = Geometry(_each(stride, dimensions), left, dilations, groups)
+    site = binding.site(CONVOLUTION, weight, own_bias, geometry)
     if site is None:
         return None
     if operand.dim() == dimensions + 2:
-        return convolution(operand, weight, bias, site)
-    return convolution(operand.unsqueeze(0), weight, bias, site).squeeze(0)
+        result = convolution(operand, weight, own_bias, site)
+    else:
+        result = convolution(operand.unsqueeze(0), weight, own_bias, site).squeeze(0)
+    return result if bias is own_bias or bias is None else result + bias.reshape(-1, *[1] * dimensions)
 
 
 def _operand(binding: Binding, x: Tensor, weight: Tensor) -> Tensor | None:

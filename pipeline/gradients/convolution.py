@@ -59,7 +59,7 @@ class _Convolution(torch.autograd.Function):
         ctx.queue = site.binding.current
         stride, padding, dilation, groups = site.details
         plain = site.plain.to(x.dtype)
-        bias = None if bias is None else bias.to(x.dtype)
+        bias = None if site.plain_bias is None else site.plain_bias.to(x.dtype)
         return torch.convolution(x, plain, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod

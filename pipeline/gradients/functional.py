@@ -24,7 +24,7 @@ from pipeline.gradients.einsum import split_einsum
 class FunctionalWatch:
     """Makes the weights of a layer known to functional operators from `start` to `stop`."""
 
-    __slots__ = ("_learning", "_parameter_class", "_used", "_view_class", "_watched", "binding", "unrecognised")
+    __slots__ = ("_learning", "_parameter_class", "_used", "_view_class", "_watched", "binding")
 
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
@@ -34,7 +34,6 @@ class FunctionalWatch:
         self._watched = {n: p for n, p in weights if p.dim() >= 2 and type(p) is nn.Parameter}
         self._used: set[str] = set()
         self._learning = True
-        self.unrecognised: dict[str, set[str]] = {}
 
     def start(self) -> None:
         """User code may run from here."""
@@ -48,6 +47,8 @@ class FunctionalWatch:
         if backward and self._learning:
             self._learning = False
             self._watched = {name: self._watched[name] for name in self._used}
+            if not self._watched:
+                self.binding.watch = None
 
     def _dispatch(
         self,
@@ -81,7 +82,7 @@ class FunctionalWatch:
                 part.__class__ = self._view_class
             elif self._learning:
                 for name in self._names(args, kwargs):
-                    self.unrecognised.setdefault(name, set()).add(getattr(function, "__name__", str(function)))
+                    self.binding.unrecognised.setdefault(name, set()).add(getattr(function, "__name__", str(function)))
 
     def _names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
         """The weights among the arguments of a call, themselves or as views."""

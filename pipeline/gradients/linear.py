@@ -32,26 +32,15 @@ _is_grad_enabled = torch.is_grad_enabled
 LINEAR = Operator(_accumulate, _product)
 
 
-def _accumulate_bias(site: Site, gradient: Tensor, dy: Tensor) -> None:
-    """Add the sum of the rows of dy, as a product: one pass, where a sum and an addition take two."""
-    if dy.dtype is gradient.dtype:
-        gradient.addmv_(dy.t(), site.binding.scratch.ones(gradient, len(dy)))
-    else:
-        gradient.add_(dy.sum(0, dtype=gradient.dtype))
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, site: Site) -> Tensor:
+        # Weight and bias are here for the graph. Their aliases without one do the work: autocast keeps its casts of
+        # parameters for later uses, and casts made here would have no graph.
         ctx.save_for_backward(x, weight)
         ctx.site = site
         ctx.queue = site.binding.current
-        plain = site.plain
-        if plain.dtype is not x.dtype:
-            # Cast here and not by autocast, whose cache would keep a copy without a graph for later uses.
-            plain = plain.to(x.dtype)
-            bias = None if bias is None else bias.to(x.dtype)
-        return functional.linear(x, plain, bias)
+        return functional.linear(x, site.plain, site.plain_bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,21 +51,28 @@ class _Linear(torch.autograd.Function):
         x, _ = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         outputs, inputs = site.shape
+        uniform = dy.dtype is site.dtype
         dx = None
         if needs_input:
-            plain = site.plain
-            dx = dy.matmul(plain if plain.dtype is dy.dtype else plain.to(dy.dtype))
-        dy = dy.reshape(-1, outputs)
+            dx = dy.matmul(site.plain if uniform else site.plain.to(dy.dtype))
+        rows = dy.reshape(-1, outputs)
+        columns = rows.t()
         if needs_weight:
-            if queue.inline and not site.target.late:
-                _accumulate(site, x.reshape(-1, inputs), dy)
+            if site.target.late or not queue.inline:
+                queue.work.append((site, x.detach().reshape(-1, inputs), rows))
+            elif uniform:
+                site.gradient.addmm_(columns, x.reshape(-1, inputs))
             else:
-                queue.work.append((site, x.detach().reshape(-1, inputs), dy))
+                _accumulate(site, x.reshape(-1, inputs), rows)
         if not needs_bias:
             return dx, None, None, None
         if site.bias_gradient is None:
-            return dx, None, dy.sum(0), None
-        _accumulate_bias(site, site.bias_gradient, dy)
+            return dx, None, rows.sum(0), None
+        if uniform:
+            # As a product: one pass, where a sum and an addition take two.
+            site.bias_gradient.addmv_(columns, site.ones[rows.size(0)])
+        else:
+            site.bias_gradient.add_(rows.sum(0, dtype=site.bias_gradient.dtype))
         return dx, None, None, None
 
 
@@ -94,4 +90,4 @@ def _ordinary(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 # Function.apply puts a frame of Python before this for torch.func transforms, under which the plain
 # operator runs.
 linear: Callable[[Tensor, Tensor, Tensor | None, Site], Tensor] = super(torch.autograd.Function, _Linear).apply
-"""`x @ weight.T + bias`; x: (..., in), weight: (out, in), bias: (out), result: (..., out)."""
+"""`x @ weight.T + bias`; x: (..., in), weight: (out, in), bias: (out), result: (..., out); both are the site's."""

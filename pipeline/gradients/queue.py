@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -40,7 +39,7 @@ class WeightGradQueue:
     __slots__ = ("inline", "is_open", "work")
 
     def __init__(self) -> None:
-        self.work: deque[Work] = deque()
+        self.work: list[Work] = []
         self.is_open = False
         self.inline = False
 
@@ -68,9 +67,11 @@ class WeightGradQueue:
 
         Each is released when it is done.
         """
+        waiting, self.work = self.work, []
+        waiting.reverse()
         totals: dict[Any, Tensor] = {}
-        for _ in range(len(self.work)):
-            site, x, dy = self.work.popleft()
+        while waiting:
+            site, x, dy = waiting.pop()
             if only is not None and site.target not in only:
                 self.work.append((site, x, dy))
             elif site.reference:
@@ -93,14 +94,15 @@ def drain_together(queues: Sequence[WeightGradQueue]) -> None:
     other to rounding. Uses that differ in number or form between the micro-batches are drained one after
     the other.
     """
-    while len(queues) > 1 and all(queue.work for queue in queues):
-        heads = [queue.work[0] for queue in queues]
-        site = heads[0][0]
-        forms = {(other.shape[1:], gradient.shape[1:]) for _, other, gradient in heads}
-        if any(head[0] is not site for head in heads) or len(forms) > 1 or site.reference:
-            break
+    alike = len({tuple(id(site) for site, _, _ in queue.work) for queue in queues}) == 1
+    forms = {tuple((x.shape[1:], dy.shape[1:]) for _, x, dy in queue.work) for queue in queues}
+    if not alike or len(forms) > 1:
         for queue in queues:
-            queue.work.popleft()
-        site.operator.accumulate(site, torch.cat([head[1] for head in heads]), torch.cat([head[2] for head in heads]))
+            queue.drain()
+        return
+    for use in zip(*(queue.work for queue in queues), strict=True):
+        together = WeightGradQueue()
+        together.work.append((use[0][0], torch.cat([x for _, x, _ in use]), torch.cat([dy for _, _, dy in use])))
+        together.drain()
     for queue in queues:
-        queue.drain()
+        queue.clear()

@@ -6,6 +6,18 @@ import torch
 from torch import Tensor
 
 
+class Ones(dict[int, Tensor]):
+    """Vectors of ones by their length, to sum the rows of a matrix by a product that adds into its result."""
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self._like = like
+
+    def __missing__(self, length: int) -> Tensor:
+        self[length] = self._like.new_ones(length)
+        return self[length]
+
+
 class Scratch:
     """Buffers for casts, since a CPU has no product of mixed dtypes, and vectors of ones."""
 
@@ -13,7 +25,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-        self._ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._ones: dict[tuple[torch.dtype, torch.device], Ones] = {}
 
     def cast(self, purpose: str, source: Tensor, dtype: torch.dtype) -> Tensor:
         """`source` in `dtype`: itself if it has it, else a copy, valid until the next cast for this purpose."""
@@ -26,10 +38,9 @@ class Scratch:
             buffer = self._buffers[key] = torch.empty(size, dtype=dtype, device=source.device)
         return buffer[:size].view(source.shape).copy_(source)
 
-    def ones(self, like: Tensor, length: int) -> Tensor:
-        """A vector of ones, to sum the rows of a matrix by a product that adds into its result."""
-        key = (length, like.dtype, like.device)
-        ones = self._ones.get(key)
-        if ones is None:
-            ones = self._ones[key] = like.new_ones(length)
-        return ones
+    def ones(self, like: Tensor) -> Ones:
+        """Vectors of ones with the dtype and device of a tensor."""
+        key = (like.dtype, like.device)
+        if key not in self._ones:
+            self._ones[key] = Ones(like)
+        return self._ones[key]

@@ -75,12 +75,16 @@ class Site:
     __slots__ = (
         "bias",
         "bias_gradient",
+        "bias_target",
         "binding",
         "details",
+        "dtype",
         "gradient",
+        "ones",
         "operator",
         "ordinary",
         "plain",
+        "plain_bias",
         "reference",
         "shape",
         "target",
@@ -93,7 +97,8 @@ class Site:
         target: Target,
         plain: Tensor,
         gradient: Tensor,
-        bias: Target | None,
+        bias: nn.Parameter | None,
+        bias_target: Target | None,
         details: Any,
     ) -> None:
         self.binding = binding
@@ -102,8 +107,13 @@ class Site:
         self.plain = plain
         self.gradient = gradient
         self.shape = tuple(gradient.shape)
-        self.bias = bias
-        self.reference = binding.reference
-        self.bias_gradient = None if bias is None or binding.reference else bias.gradient
         self.details = details
+        self.bias = bias
+        self.bias_target = bias_target
+        self.plain_bias = None if bias is None else bias.detach()
+        self.reference = binding.reference
+        self.bias_gradient = None if bias_target is None or binding.reference else bias_target.gradient
+        kinds = {t.dtype for t in (plain, gradient, self.plain_bias, self.bias_gradient) if t is not None}
+        self.dtype = kinds.pop() if len(kinds) == 1 else None
+        self.ones = binding.scratch.ones(gradient if bias_target is None else bias_target.gradient)
         self.ordinary = False

@@ -21,6 +21,7 @@ from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.functional import FunctionalWatch
 from pipeline.gradients.linear import LINEAR, linear
 from pipeline.gradients.scratch import Scratch
+from pipeline.gradients.site import Site
 
 
 def split(
@@ -35,9 +36,13 @@ def split(
     """
     binding = Binding(flat, scratch or Scratch(), reference=reference_numerics)
     for child in module.modules():
-        forward = _FORWARDS.get(type(child).forward)
-        if forward is not None and "forward" not in child.__dict__ and "weight" in child._parameters:
-            child.__dict__["forward"] = forward(child, binding)
+        rebind = _FORWARDS.get(type(child).forward)
+        weight = child._parameters.get("weight")
+        if rebind is None or weight is None or "forward" in child.__dict__ or flat.gradient_of(weight) is None:
+            continue
+        forward = rebind(child, binding)
+        if forward is not None:
+            child.__dict__["forward"] = forward
             binding.rebound.append(child)
     binding.watch = FunctionalWatch(binding)
     return binding
@@ -56,38 +61,42 @@ class _LinearForward:
 
     __slots__ = ("bias", "binding", "dtype", "module", "parameters", "site", "weight")
 
-    def __init__(self, module: nn.Module, binding: Binding) -> None:
+    def __init__(self, module: nn.Module, binding: Binding, weight: Tensor, site: Site) -> None:
         self.module = module
         self.binding = binding
         self.parameters = module._parameters
-        self.weight = module._parameters["weight"]
+        self.weight = weight
         self.bias = module._parameters["bias"]
-        self.dtype = None if self.weight is None else self.weight.dtype
-        self.site = None if self.weight is None else binding.site(LINEAR, self.weight, self.bias)
+        self.dtype = weight.dtype
+        self.site = site
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.parameters["weight"]
         bias = self.parameters["bias"]
         if (
             self.binding.current is None
-            or self.site is None
-            or type(x) is not Tensor
-            or x.dtype is not self.dtype
-            or weight is None
             or weight is not self.weight
             or bias is not self.bias
+            or type(x) is not Tensor
+            or x.dtype is not self.dtype
             or under_autocast()
             or under_transform()
         ):
             return self._unusual(x, self.module)
-        return linear(x, weight, bias, self.site)
+        return linear(x, self.weight, bias, self.site)
 
     def _unusual(self, x: Tensor, module: Any) -> Tensor:
-        result = None if self.site is None else split_linear(self.binding, x, module.weight, module.bias)
+        result = split_linear(self.binding, x, module.weight, module.bias)
         return functional.linear(x, module.weight, module.bias) if result is None else result
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (type(self.module).forward, self.module)
+
+
+def _rebind_linear(module: nn.Module, binding: Binding) -> _LinearForward | None:
+    weight = module._parameters["weight"]
+    site = None if weight is None else binding.site(LINEAR, weight, module._parameters["bias"])
+    return None if weight is None or site is None else _LinearForward(module, binding, weight, site)
 
 
 class _Forward:
@@ -131,8 +140,8 @@ def _convolution(module: Any, binding: Binding, x: Tensor) -> Tensor | None:
     )
 
 
-_FORWARDS: dict[Callable[..., Tensor], Callable[[nn.Module, Binding], Callable[[Tensor], Tensor]]] = {
-    nn.Linear.forward: _LinearForward,
+_FORWARDS: dict[Callable[..., Tensor], Callable[[nn.Module, Binding], Callable[[Tensor], Tensor] | None]] = {
+    nn.Linear.forward: _rebind_linear,
     nn.Embedding.forward: partial(_Forward, _embedding),
     nn.Conv1d.forward: partial(_Forward, _convolution),
     nn.Conv2d.forward: partial(_Forward, _convolution),

@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[Body, tuple[int, ...], tuple[int, ...], int]] = {
     # what is called with weights w, b and x; the shapes of w and x; how many weight gradients wait after I
     "linear": (lambda p, x: functional.linear(x, p["w"], p["b"]), MATRIX, X, 1),
     "linear, named": (lambda p, x: functional.linear(input=x, weight=p["w"]), MATRIX, X, 1),
+    "linear, other bias": (lambda p, x: functional.linear(x, p["w"], p["b"] * 2), MATRIX, X, 1),
     "matmul": (lambda p, x: torch.matmul(x, p["w"]), MATRIX, X, 1),
     "matmul, method": (lambda p, x: x.matmul(p["w"].transpose(0, 1)), MATRIX, X, 1),
     "@ transposed": (lambda p, x: x @ p["w"].t(), MATRIX, X, 1),
@@ -74,6 +75,7 @@ CALLS: dict[str, tuple[Body, tuple[int, ...], tuple[int, ...], int]] = {
     "conv3d": (
         lambda p, x: functional.conv3d(x, p["w"], groups=2, bias=p["b"]), (4, 1, 1, 2, 2), (1, 2, 2, 3, 4), 1,
     ),
+    "conv1d, other bias": (lambda p, x: functional.conv1d(x, p["w"], p["b"][:3]), (3, 3, 2), X, 1),
     "weight and weight": (lambda p, x: x @ (p["w"] @ p["w"].t()), MATRIX, X, 0),
     "weight by a number": (lambda p, x: x @ (2 * p["w"]), MATRIX, X, 0),
     "loss on the weight": (lambda p, x: x @ p["w"] + p["w"].square().mean(), MATRIX, X, 0),
