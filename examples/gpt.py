@@ -1,7 +1,14 @@
-"""A byte-level GPT as a list of layers: the model of train_gpt.py, and the smallest real PipelineModule."""
+"""A byte-level GPT as a list of layers: the model of train_gpt.py.
+
+    pipeloom partition examples/gpt.py:GPT --ranks 4       # what each layer costs, and where to cut
+    pipeloom train examples/gpt.py:GPT --steps 20
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import corpus
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -79,3 +86,8 @@ class GPT(PipelineModule):
             ],
             loss_fn=cross_entropy,
         )
+
+
+def batches() -> Iterator[corpus.Item]:
+    """Micro-batches without end, where the command line runs this model."""
+    return corpus.random_windows(corpus.load(None).train, length=128, rows=2, seed=0)

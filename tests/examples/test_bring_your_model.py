@@ -18,7 +18,8 @@ from tests.examples.launch import EXAMPLES, output_of
 def changed_lines() -> list[str]:
     """What a diff of the two loops shows, with the import that one of them needs."""
     before, after = (inspect.getsource(loop).splitlines()[1:] for loop in (example.plain, example.piped))
-    imports = [line for line in inspect.getsource(example).splitlines() if line.startswith("from pipeline import")]
+    source = inspect.getsource(example).splitlines()
+    imports = [line for line in source if line.startswith("from pipeline import")]
     diff = difflib.unified_diff(before, [*imports, *after], lineterm="", n=0)
     return [line for line in diff if line[0] in "+-" and line[:3] not in ("+++", "---")]
 
