@@ -74,6 +74,8 @@ class _Gate(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
+_ANCHOR = torch.zeros((), requires_grad=True)  # what makes autograd record the gate; it never gets a gradient
+
 # Function.apply adds a Python frame for torch.func transforms, which the engine never runs under.
 _pass_gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Gate).apply
 
@@ -86,8 +88,7 @@ def _gate(value: Value, call: LayerCall) -> list[Any]:
     call.orders = tuple(map(memory_order, inputs))
     if inputs:
         versions = tuple(leaf._version for leaf in inputs)
-        anchor = torch.zeros((), requires_grad=True)
-        _pass_gate(call, anchor, *inputs)
+        _pass_gate(call, _ANCHOR, *inputs)
         # Passing the gate changes nothing, so the layer before must not see its saved output as modified.
         torch._C._autograd._unsafe_set_version_counter(tuple(inputs), versions)
     return leaves
