@@ -9,7 +9,7 @@ later, those that a functional operator has used.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ class FunctionalWatch:
 
     __slots__ = ("_learning", "_parameter_class", "_used", "_view_class", "_watched", "binding")
 
-    def __init__(self, binding: Binding) -> None:
+    def __init__(self, binding: Binding, opaque: Set[nn.Parameter]) -> None:
+        """`opaque`: weights that must stay as they are, since compiled code takes them."""
         self.binding = binding
         self._parameter_class = type("Parameter", (nn.Parameter,), {"__torch_function__": self._dispatch})
         self._view_class = type("Tensor", (Tensor,), {"__torch_function__": self._dispatch})
         weights = binding.flat.trainable().items()
-        self._watched = {n: p for n, p in weights if p.dim() >= 2 and type(p) is nn.Parameter}
+        self._watched = {n: p for n, p in weights if p.dim() >= 2 and type(p) is nn.Parameter and p not in opaque}
         self._used: set[str] = set()
         self._learning = True
 

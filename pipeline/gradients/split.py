@@ -32,10 +32,13 @@ def split(
     `flat` holds the module's parameters; `scratch` is memory that the layers of a rank share. With
     `reference_numerics` gradients are accumulated exactly as autograd does it, which takes a temporary per
     product. A split module pickles, copies and saves as before (a copy has the plain forward); what is not
-    recognised keeps its ordinary backward.
+    recognised keeps its ordinary backward, and so does what torch.compile compiles.
     """
     binding = Binding(flat, scratch or Scratch(), reference=reference_numerics)
+    compiled = _compiled(module)
     for child in module.modules():
+        if child in compiled:
+            continue
         rebind = _FORWARDS.get(type(child).forward)
         weight = child._parameters.get("weight")
         if rebind is None or weight is None or "forward" in child.__dict__ or flat.gradient_of(weight) is None:
@@ -44,7 +47,8 @@ def split(
         if forward is not None:
             child.__dict__["forward"] = forward
             binding.rebound.append(child)
-    binding.watch = FunctionalWatch(binding)
+    opaque = {parameter for child in compiled for parameter in child.parameters(recurse=False)}
+    binding.watch = FunctionalWatch(binding, opaque)
     return binding
 
 
@@ -54,6 +58,12 @@ def unsplit(binding: Binding) -> None:
         del module.__dict__["forward"]
     binding.rebound.clear()
     binding.watch = None
+
+
+def _compiled(module: nn.Module) -> set[nn.Module]:
+    """Modules whose code torch.compile takes apart: it must meet the operators that it knows."""
+    roots = [m for m in module.modules() if m._compiled_call_impl is not None or "_orig_mod" in m._modules]
+    return {child for root in roots for child in root.modules()}
 
 
 class _LinearForward:

@@ -327,3 +327,30 @@ def test_an_autograd_function_of_the_users_own_leaves_its_work_to_w() -> None:
         assert len(queue) == (0 if inline else 2)
         queue.drain()
         torch.testing.assert_close(flat.gradients()["weight"], module.inner(x).sum(0).detach())
+
+
+def test_compiled_modules_fall_back() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.inner = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend="eager")
+            self.last = nn.Linear(4, 4)
+            self.last.compile(backend="eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(self.first(x)))
+
+    module = Partly()
+    flat = FlatLayer(module)
+    binding = split(module, flat)
+    for _ in range(2):
+        queue = WeightGradQueue()
+        with binding.forward(queue):
+            y = module(torch.ones(2, 4))
+        with binding.backward(queue, inline=False):
+            y.sum().backward()
+        assert len(queue) == 1
+        queue.drain()
+    assert binding.report().split == ("first.weight",)
+    assert all(gradient.any() for gradient in flat.gradients().values())
