@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeline.batch import split_batch
     from pipeline.config import PipelineConfig
-    from pipeline.engine import initialize
+    from pipeline.engine import Engine, initialize
     from pipeline.links.local import run_local
     from pipeline.losses import add_loss
     from pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 
 __all__ = [
+    "Engine",
     "LayerSpec",
     "PipelineConfig",
     "PipelineModule",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Engine": "pipeline.engine",
     "LayerSpec": "pipeline.module",
     "PipelineConfig": "pipeline.config",
     "PipelineModule": "pipeline.module",

@@ -19,9 +19,9 @@ from pipeline.gradients.scratch import Scratch
 from pipeline.gradients.split import split
 from pipeline.layer import Layer, RandomSource
 from pipeline.links.protocol import Group
-from pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+from pipeline.module import LayerSpec, PipelineModule, Tie, TiedLayerSpec
 from pipeline.random_state import key, preserved, seed_generator
-from pipeline.ties import Role, role, separate, share
+from pipeline.ties import Role, owner_name, role, separate, share
 
 __all__ = [
     "BuiltLayers",
@@ -104,11 +104,13 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BuiltLayers:
-    """The layers of one rank by index, and the settings of the optimizer's groups, equal on all ranks."""
+    """The layers of one rank by index; and equal on all ranks, the settings of the optimizer's groups, and whether
+    there is anything to train."""
 
     layers: Mapping[int, Layer]
     flats: Mapping[int, FlatLayer]
     groups: tuple[Mapping[str, Any], ...]
+    trainable: bool
 
     def stretches(self, *roles: Role) -> list[Stretch]:
         """The stretches of all flat vectors with one of these roles, in layer order."""
@@ -145,18 +147,18 @@ def build_layers(
 ) -> BuiltLayers:
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
-    Raises ``ModelError`` when no parameter of the whole model is trainable.
+    Raises ``ModelError`` when tied layers do not fit each other.
     """
     ties = module.ties()
     modules = {index: build_module(module, index, random) for index in sorted(indices)}
-    real = {index: built for index, built in modules.items() if built is not None}
-    separate(real)
-    group_of_name, groups = _agree_on_groups(real, param_groups, pipeline)
+    real = separate({index: built for index, built in modules.items() if built is not None})
+    modules |= real
+    group_of_name, groups, trainable = _agree_on_groups(real, ties, param_groups, pipeline)
     flats = {}
     for index, owner in real.items():
 
         def group_of(name: str, _: nn.Parameter, index: int = index) -> int:
-            return group_of_name[_full_name(index, name)] * len(Role) + role(ties, modules, index, name)
+            return group_of_name[owner_name(ties, index, name)] * len(Role) + role(ties, modules, index, name)
 
         flats[index] = FlatLayer(owner, group_of=group_of)
     share(ties, flats)
@@ -174,11 +176,7 @@ def build_layers(
             recompute=index in recompute,
             spares_input=index == 0,
         )
-    return BuiltLayers(layers, flats, groups)
-
-
-def _full_name(index: int, name: str) -> str:
-    return f"layers.{index}.{name}"
+    return BuiltLayers(layers, flats, groups, trainable)
 
 
 def layer_function(module: PipelineModule, index: int, built: nn.Module | None) -> Callable[[Any], Any]:
@@ -192,22 +190,21 @@ def layer_function(module: PipelineModule, index: int, built: nn.Module | None) 
 
 
 def _agree_on_groups(
-    modules: Mapping[int, nn.Module], param_groups: ParamGroups | None, pipeline: Group
-) -> tuple[dict[str, int], tuple[Mapping[str, Any], ...]]:
-    """Number the optimizer's groups in the order in which layers first ask for them."""
+    modules: Mapping[int, nn.Module], ties: Sequence[Tie], param_groups: ParamGroups | None, pipeline: Group
+) -> tuple[dict[str, int], tuple[Mapping[str, Any], ...], bool]:
+    """Number the optimizer's groups in the order in which layers first ask for them; every use of a tied parameter
+    asks under the same name.  Also tells whether any parameter of the model is trainable."""
     mine = []
     for index, built in modules.items():
         for name, parameter in built.named_parameters():
-            full = _full_name(index, name)
+            full = owner_name(ties, index, name)
             settings = dict(param_groups(full, parameter.shape)) if param_groups else {}
             mine.append((index, full, settings, parameter.requires_grad))
     everyone = sorted((entry for rank in pipeline.all_gather_object(mine) for entry in rank), key=lambda e: e[0])
-    if not any(trainable for *_, trainable in everyone):
-        raise ModelError("no parameter of the model is trainable; set requires_grad on what is to be trained")
     groups: list[Mapping[str, Any]] = []
     number = {}
     for _, full, settings, _ in everyone:
         if settings not in groups:
             groups.append(settings)
         number[full] = groups.index(settings)
-    return number, tuple(groups)
+    return number, tuple(groups), any(trainable for *_, trainable in everyone)

@@ -119,6 +119,7 @@ class Engine:
         self._tables = {True: ShapeTable(), False: ShapeTable()}  # by whether gradients flow
         self._stopping = self._asked_to_stop = False
         self._last: tuple[Step, Executor] | None = None
+        self._trained: Executor | None = None  # of the last training step
         self._runner: Runner | None = None
         self.profile = profile or (Profile.load(config.profile) if config.profile else None)
         agree_on(environment(config, module, mesh), mesh.world)
@@ -278,8 +279,12 @@ class Engine:
         return self._updater().scheduler
 
     def timeline(self) -> Timeline:
-        """What was measured in the last step, over what was predicted.  Collective over a pipeline's ranks."""
-        _, executor = self._last_step()
+        """What was measured in the last training step, or, before there is one, in the last step of any kind.
+
+        Collective over a pipeline's ranks; the same on each.  Draw it with
+        ``engine.predicted_timeline().save("bubbles.html", over=engine.timeline())``.
+        """
+        executor = self._trained or self._last_step()[1]
         hop = self.profile.hop if self.profile is not None else 0.0
         return measured_timeline(executor.schedule, executor.stamps, self.mesh.pipeline, hop=hop)
 
@@ -353,5 +358,7 @@ class Engine:
         table.learn(step.forms, intake.signatures)
         self._stopping = closing.stop
         self._last = step, executor
+        if train:
+            self._trained = executor
         mesh.board.at(At.OUTSIDE)
         return step, closing

@@ -136,7 +136,7 @@ class PipelineModule:
                 f"loss_scope={loss_scope!r} is not available: a loss that couples samples of different micro-batches "
                 'cannot be split; use loss_scope="micro_batch"'
             )
-        entries = tuple(layers.children()) if isinstance(layers, nn.Sequential) else tuple(layers)
+        entries = tuple(layers)
         if not entries:
             raise ModelError("the list of layers is empty; give at least one layer")
         for index, entry in enumerate(entries):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from pipeline.agreement import Closing, Report, close
 from pipeline.buffers import Snapshot
 from pipeline.build import ParamGroups, build_layers
 from pipeline.config import PipelineConfig
-from pipeline.errors import FormVaried, LinkError, LossError
+from pipeline.errors import FormVaried, GradientError, LinkError, LossError, ModelError
 from pipeline.executor import Executor
 from pipeline.layer import Layer, RandomSource
 from pipeline.mesh import Mesh
@@ -19,7 +20,7 @@ from pipeline.module import PipelineModule
 from pipeline.plan import Plan
 from pipeline.random_state import preserved
 from pipeline.stage import Stage
-from pipeline.step import Step
+from pipeline.step import Failure, Step
 from pipeline.ties import Role, TiedGradients
 from pipeline.update import MakeOptimizer, MakeScheduler, Updater, squared_norms
 from pipeline.watch import At
@@ -69,6 +70,8 @@ class Runner:
         self.all_ties = module.ties()
         self.ties = TiedGradients(self.all_ties, self.built.flats, self._world_rank_of_layer(), mesh.link)
         mesh.link.connect(self._pairs())
+        if make_optimizer is not None and not self.built.trainable:
+            raise ModelError("no parameter of the model is trainable; set requires_grad on what is to be trained")
         self.update = Updater(self.built, make_optimizer, make_scheduler) if make_optimizer else None
         self._training: bool | None = None
         self._before: list[Snapshot] = []
@@ -121,11 +124,13 @@ class Runner:
         mesh = self._mesh
         self._set_mode(step.train)
         executor = self.executor(train=step.train, micro_batches=len(step.places))
-        self._before = [layer.buffers.snapshot() for layer in self.built.layers.values()] if step.train else []
+        if step.train:
+            self._prepare()
         try:
             with nullcontext() if mesh.random_lock else preserved(mesh.device):
                 executor.run(step)
             if step.train:
+                self._check_gradients(step)
                 self.ties.add()
         except LinkError as error:
             failures.explain_hang(error, mesh, executor.program)
@@ -157,6 +162,21 @@ class Runner:
         elif step.train:
             self._share_buffers()
         return executor, closing
+
+    def _prepare(self) -> None:
+        """Make ready for a training step: gradients in place, and what it may change kept."""
+        for flat in self.built.flats.values():
+            flat.attach_gradients()
+        self._before = [layer.buffers.snapshot() for layer in self.built.layers.values()]
+
+    def _check_gradients(self, step: Step) -> None:
+        """Let the step fail on this rank when some gradient went elsewhere than where it is looked for."""
+        for index, flat in self.built.flats.items():
+            try:
+                flat.check_gradients()
+            except GradientError as error:
+                layer = self.built.layers[index].name
+                step.failure = step.failure or Failure("the end of the step", layer, error, time.time())
 
     def undo(self) -> None:
         """Make gradients and buffers what they were before the last training step, which has not updated anything."""

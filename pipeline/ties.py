@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from itertools import permutations
@@ -54,15 +55,20 @@ def _uses(tie: Tie, layer: int, parameter: str) -> bool:
     return any(use.layer == layer and use.parameter in (None, parameter) for use in tie.uses)
 
 
-def separate(modules: Mapping[int, nn.Module]) -> None:
-    """Give every use a Parameter object of its own, where modules of different layers hold the same one."""
-    seen: dict[int, int] = {}
+def separate(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    """The modules, each layer's with children and Parameter objects of its own where different layers held the same."""
+    children: set[int] = set()
+    parameters: dict[int, int] = {}
+    separated = {}
     for layer, module in sorted(modules.items()):
-        for child in module.modules():
+        shares = any(id(child) in children for child in module.modules())
+        separated[layer] = own = copy.deepcopy(module) if shares else module
+        children.update(map(id, module.modules()))
+        for child in own.modules():
             for name, parameter in child._parameters.items():
-                if parameter is not None and seen.setdefault(id(parameter), layer) != layer:
-                    copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                    setattr(child, name, copy)
+                if parameter is not None and parameters.setdefault(id(parameter), layer) != layer:
+                    setattr(child, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+    return separated
 
 
 def share(ties: Sequence[Tie], flats: Mapping[int, FlatLayer]) -> None:
@@ -74,19 +80,19 @@ def share(ties: Sequence[Tie], flats: Mapping[int, FlatLayer]) -> None:
         local = [use for use in tie.uses if use.layer in flats]
         for use in local[1:]:
             first, other = _parameters(local[0], flats), _parameters(use, flats)
-            if [p.shape for p in first] != [p.shape for p in other]:
+            shapes = [[tuple(p.shape) for p in parameters.values()] for parameters in (first, other)]
+            if shapes[0] != shapes[1]:
                 raise ModelError(
                     f"layers {local[0].layer} and {use.layer} are tied as {tie.name!r}, but their parameters have "
-                    f"shapes {[tuple(p.shape) for p in first]} and {[tuple(p.shape) for p in other]}; build all "
-                    "uses of a key with the same class and arguments"
+                    f"shapes {shapes[0]} and {shapes[1]}; build all uses of a key with the same class and arguments"
                 )
-            for mine, theirs in zip(first, other, strict=True):
-                theirs.data = mine.data
+            for mine, name in zip(first.values(), other, strict=True):
+                flats[use.layer].borrow(name, mine.data)
 
 
-def _parameters(use: Use, flats: Mapping[int, FlatLayer]) -> list[nn.Parameter]:
+def _parameters(use: Use, flats: Mapping[int, FlatLayer]) -> dict[str, nn.Parameter]:
     named = dict(flats[use.layer].module.named_parameters())
-    return list(named.values()) if use.parameter is None else [named[use.parameter]]
+    return named if use.parameter is None else {use.parameter: named[use.parameter]}
 
 
 class TiedGradients:

@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import schedules
 from partition import Partition, PartitionError, Profile, make_partition, predict_timeline
@@ -121,7 +121,8 @@ def _write_tables(profile: Profile, found: list[Option]) -> None:
     console.print(layers)
     table = Table(box=None, pad_edge=False, title="\nschedules, the fastest first", title_justify="left")
     for heading in ("", "schedule", "stages a rank", "step ms", "bubble", "idle by rank", "layers of each stage"):
-        table.add_column(heading, justify="right" if heading in ("stages a rank", "step ms", "bubble") else "left")
+        justify: Literal["left", "right"] = "right" if heading in ("stages a rank", "step ms", "bubble") else "left"
+        table.add_column(heading, justify=justify, no_wrap=heading in ("schedule", "idle by rank"))
     for place, option in enumerate(found):
         idle = " ".join(f"{100 * idle:.0f}%" for idle in option.timeline.idle)
         table.add_row(

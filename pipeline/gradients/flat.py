@@ -81,7 +81,7 @@ class FlatLayer:
     side. A parameter that the module holds under two names is one slot, under its first name.
     """
 
-    __slots__ = ("_trainable", "module", "slots", "step", "vectors")
+    __slots__ = ("_borrowed", "_frozen", "_trainable", "module", "slots", "step", "vectors")
 
     def __init__(
         self,
@@ -95,6 +95,8 @@ class FlatLayer:
         self.step = 0
         self.slots, lengths = _lay_out(named, group_of or (lambda name, parameter: 0))
         self.vectors = tuple(_allocate(*length, accumulate_dtype) for length in lengths)
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
+        self._borrowed: dict[str, Tensor] = {}  # values that are another layer's, by name
         trainable = []
         for slot in self.slots:
             parameter = named[slot.name]
@@ -147,10 +149,24 @@ class FlatLayer:
         """The gradient view of every trainable parameter, by name."""
         return {entry.slot.name: entry.gradient for entry in self._trainable.values()}
 
+    def borrow(self, name: str, values: Tensor) -> None:
+        """Let a parameter have the values of another layer's, as tied weights do; its gradient stays its own."""
+        self.module.get_parameter(name).data = self._borrowed[name] = values
+
+    def attach_gradients(self) -> None:
+        """Let autograd add into this layer's gradients, whatever `parameter.grad` was made between two steps."""
+        for entry in self._trainable.values():
+            wanted = None if entry.widened else entry.preset
+            if entry.parameter.grad is not wanted:
+                entry.parameter.grad = wanted
+
     def check_gradients(self) -> None:
         """Raise GradientError, naming the parameter, if it, its values or its gradient are not those of this layer."""
+        for name, parameter in self._frozen.items():
+            _check_still(name, parameter, trainable=False)
         for entry in self._trainable.values():
             grad = entry.parameter.grad
+            _check_still(entry.slot.name, entry.parameter, trainable=True)
             if entry.owner.get(entry.key) is not entry.parameter:
                 raise GradientError(
                     f"the parameter {entry.slot.name!r} was replaced by another object, which nothing trains. Build "
@@ -161,13 +177,15 @@ class FlatLayer:
             self._check_values(entry)
 
     def _check_values(self, entry: _Trainable) -> None:
-        mine, theirs = self.vectors[entry.slot.vector].parameters, entry.parameter
-        if (
-            mine.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
-            or theirs.storage_offset() != entry.slot.offset
-        ):
+        name, values = entry.slot.name, entry.parameter
+        if name in self._borrowed:
+            expected = self._borrowed[name].data_ptr()
+        else:
+            whole = self.vectors[entry.slot.vector].parameters
+            expected = whole.data_ptr() + entry.slot.offset * whole.element_size()
+        if values.numel() and values.data_ptr() != expected:
             raise GradientError(
-                f"the values of {entry.slot.name!r} were replaced: they live in one vector per layer, which the "
+                f"the values of {name!r} were replaced: they live in one vector per layer, which the "
                 "optimizer steps on. Change them in place (parameter.copy_(...) under no_grad), not through .data ="
             )
 
@@ -260,6 +278,15 @@ class _Widen:
         if parameter.grad is not None:
             self.gradient.add_(parameter.grad)
             parameter.grad = None
+
+
+def _check_still(name: str, parameter: nn.Parameter, *, trainable: bool) -> None:
+    if parameter.requires_grad is not trainable:
+        was, became = ("trainable", "is frozen") if trainable else ("frozen", "is trainable")
+        raise GradientError(
+            f"the parameter {name!r} was {was} when the engine was made and {became} now; freeze and thaw parameters "
+            "before, or save a checkpoint and go on from it with a new engine"
+        )
 
 
 def _check_gradient(entry: _Trainable, grad: Tensor | None) -> None:
