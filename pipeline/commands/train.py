@@ -57,11 +57,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _train(engine: Engine, data: Any, steps: int) -> None:
+def _train(engine: Engine, data: Any, steps: int | None) -> None:
     from pipeline.progress import live
 
     with live(engine, steps, unit="micro-batches", amount=engine.config.micro_batches * engine.mesh.data) as report:
-        while engine.steps < steps:
+        while steps is None or engine.steps < steps:
             try:
                 report(engine.train_batch(data))
             except EndOfData:
