@@ -3,19 +3,19 @@
 from pipeline.gradients.binding import Binding
 from pipeline.gradients.flat import FlatLayer, FlatVector, Segment, Slot, share_storage
 from pipeline.gradients.queue import WeightGradQueue, drain_together
-from pipeline.gradients.report import FallenBack, SplitReport
+from pipeline.gradients.report import SplitReport, Weight
 from pipeline.gradients.scratch import Scratch
 from pipeline.gradients.split import split, unsplit
 
 __all__ = [
     "Binding",
-    "FallenBack",
     "FlatLayer",
     "FlatVector",
     "Scratch",
     "Segment",
     "Slot",
     "SplitReport",
+    "Weight",
     "WeightGradQueue",
     "drain_together",
     "share_storage",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.queue import WeightGradQueue
-from pipeline.gradients.report import FallenBack, SplitReport
+from pipeline.gradients.report import SplitReport, Weight
 from pipeline.gradients.scratch import Scratch
 from pipeline.gradients.site import Operator, Site, Target
 
@@ -33,13 +33,11 @@ class Binding:
 
         with binding.forward(queue):                    # one queue for each micro-batch
             output = layer(input)
-        with binding.backward(queue, inline=False):     # I; inline=True: a full B, which leaves the queue
-        empty
+        with binding.backward(queue, inline=False):     # I; inline=True: a full B, which empties the queue
             torch.autograd.backward(output, gradient)
         queue.drain()                                   # W
 
-    Outside of these nothing is split. With `reference`, gradients accumulate as autograd does it, bit for
-    bit.
+    Outside of these nothing is split. With `reference`, gradients accumulate as autograd does it, bit for bit.
     """
 
     __slots__ = (
@@ -89,22 +87,18 @@ class Binding:
 
     def report(self) -> SplitReport:
         """What of the layer's weights is split, after its first micro-batch."""
-        split, fallen_back, elements = [], [], 0
+        entries = []
         for name, parameter in self.flat.trainable().items():
             target = self._targets.get(id(parameter))
-            if parameter.dim() < 2:
-                continue
-            elements += parameter.numel()
-            if target is not None and target.sites and not any(site.ordinary for site in target.sites):
-                split.append(name)
-                continue
             reason = "no operator that is split takes it"
             if target is not None and target.sites:
-                reason = "the user's hooks see it" if target.hooked else "autograd adds to its gradient as well"
-            operators = tuple(sorted(self.unrecognised.get(name, ())))
-            fallen_back.append(FallenBack(name, parameter.numel(), reason, operators))
-        share = sum(entry.elements for entry in fallen_back) / elements if elements else 0.0
-        return SplitReport(tuple(split), tuple(fallen_back), share)
+                reason = ""
+                if any(site.ordinary for site in target.sites):
+                    reason = "hooks see it" if target.hooked else "autograd adds to its gradient as well"
+            if parameter.dim() >= 2:
+                operators = tuple(sorted(self.unrecognised.get(name, ())))
+                entries.append(Weight(name, parameter.numel(), reason, operators))
+        return SplitReport(tuple(entries))
 
     def site(
         self, operator: Operator, weight: Tensor, bias: nn.Parameter | None = None, details: Hashable = None
@@ -171,7 +165,7 @@ class Binding:
         Where autograd has added to the gradient too they may not: they run now, later ones in autograd. The
         order of the additions, hence every bit, is then the same wherever a schedule puts W.
         """
-        in_queue = {site.target for site, _, _ in queue.work}
+        in_queue = {work.site.target for work in queue.work}
         for target in self._weights:
             if target.preset._version != target.additions:
                 self._fall_back(target)

@@ -61,7 +61,7 @@ class _Embedding(torch.autograd.Function):
         if queue.inline and not site.target.late:
             _accumulate(site, indices, dy)
         else:
-            queue.work.append((site, indices, dy))
+            queue.keep(site, indices, dy)
         return None, None, None
 
 

@@ -137,6 +137,10 @@ class FlatLayer:
         """The same memory as `gradient_of`, with a version counter that moves only when autograd adds."""
         return self._trainable[id(parameter)].preset
 
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The name of a trainable parameter in the layer."""
+        return self._trainable[id(parameter)].slot.name
+
     def is_widened(self, parameter: nn.Parameter) -> bool:
         """Whether this trainable parameter's gradient is wider than the parameter and reaches its view by a hook."""
         return self._trainable[id(parameter)].widened

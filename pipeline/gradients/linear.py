@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
         columns = rows.t()
         if needs_weight:
             if site.target.late or not queue.inline:
-                queue.work.append((site, x.detach().reshape(-1, inputs), rows))
+                queue.keep(site, x.detach().reshape(-1, inputs), rows)
             elif uniform:
                 site.gradient.addmm_(columns, x.reshape(-1, inputs))
             else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class FallenBack(NamedTuple):
-    """A weight whose gradient is computed during I, so that its part of W is empty.
+class Weight(NamedTuple):
+    """A parameter of two or more dimensions; `reason` why its part of W is empty, "" where it is not.
 
     `operators` names the functions that took it and are not split, as far as the first micro-batch has shown.
     """
@@ -18,11 +18,22 @@ class FallenBack(NamedTuple):
 
 
 class SplitReport(NamedTuple):
-    """The weights of a layer (parameters of two or more dimensions), by what its first micro-batch has shown.
+    """The weights of a layer, by what its first micro-batch has shown."""
 
-    `share`: the part of their elements that fell back, from 0 to 1.
-    """
+    weights: tuple[Weight, ...]
 
-    split: tuple[str, ...]
-    fallen_back: tuple[FallenBack, ...]
-    share: float
+    @property
+    def split(self) -> tuple[str, ...]:
+        """Names of the weights whose gradient W computes."""
+        return tuple(weight.name for weight in self.weights if not weight.reason)
+
+    @property
+    def fallen_back(self) -> tuple[Weight, ...]:
+        """The weights whose gradient is computed during I."""
+        return tuple(weight for weight in self.weights if weight.reason)
+
+    @property
+    def share(self) -> float:
+        """The part of the weights' elements that fell back, from 0 to 1."""
+        elements = sum(weight.elements for weight in self.weights)
+        return sum(weight.elements for weight in self.fallen_back) / elements if elements else 0.0

@@ -26,6 +26,7 @@ class Target:
         "hooked",
         "late",
         "mixed",
+        "name",
         "own_hooks",
         "parameter",
         "plain",
@@ -36,6 +37,7 @@ class Target:
     def __init__(self, parameter: nn.Parameter, gradient: Tensor, flat: FlatLayer) -> None:
         self.parameter = parameter
         self.gradient = gradient
+        self.name = flat.name_of(parameter)
         # An alias without a graph, for the operators' own arithmetic.
         self.plain = parameter.detach()
         self.preset = flat.preset_of(parameter)
@@ -80,6 +82,7 @@ class Site:
         "details",
         "dtype",
         "gradient",
+        "name",
         "ones",
         "operator",
         "ordinary",
@@ -104,6 +107,7 @@ class Site:
         self.binding = binding
         self.operator = operator
         self.target = target
+        self.name = target.name
         self.plain = plain
         self.gradient = gradient
         self.shape = tuple(gradient.shape)

@@ -52,9 +52,8 @@ def test_only_input_and_output_gradient_wait_for_the_weights() -> None:
 
 def test_a_queue_releases_what_it_has_done_before_the_rest() -> None:
     queue = run(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(3, 2))
-    (_, first, _), (site, second, _) = queue.work
-    kept = [weakref.ref(first), weakref.ref(second)]
-    del first, second
+    kept = [weakref.ref(work.x) for work in queue.work]
+    site = queue.work[1].site
     alive = []
 
     def accumulate(site: Site, x: Tensor, dy: Tensor) -> None:
@@ -201,7 +200,7 @@ def test_weight_gradients_of_several_micro_batches_in_one_product() -> None:
                 y = module(x)
             with binding.backward(queue, inline=False):
                 y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape) + number)
-        products = [counted(site) for site, _, _ in queues[0].work]
+        products = [counted(work.site) for work in queues[0].work]
         drain_together(queues)
     assert products == [[1], [1], [1]]
     torch.testing.assert_close(flat.gradients(), plain.parameters, rtol=1e-12, atol=1e-12)
@@ -354,3 +353,26 @@ def test_compiled_modules_fall_back() -> None:
         queue.drain()
     assert binding.report().split == ("first.weight",)
     assert all(gradient.any() for gradient in flat.gradients().values())
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_input_that_changes_between_i_and_w_is_an_error(together: bool) -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.register_buffer("memory", torch.zeros(1, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.memory.add_(x.detach())
+            return self.inner(self.memory) + x
+
+    module = Remembers()
+    binding, queues = split(module, FlatLayer(module)), [WeightGradQueue(), WeightGradQueue()]
+    for queue in queues:
+        with binding.forward(queue):
+            y = module(torch.ones(1, 2))
+        with binding.backward(queue, inline=False):
+            y.sum().backward()
+    with pytest.raises(GradientError, match=r"operator on 'inner\.weight' was changed in place between I and W"):
+        drain_together(queues) if together else queues[0].drain()
