@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipeline.engine import Engine
+from pipeline.recorder import measured_timeline
 from pipeline.stage import Stage
 from schedules import Action, Kind
 from schedules.action import actions_of
@@ -113,9 +114,11 @@ class Witness:
 
     def account(self) -> Account:
         """What happened in the step that has just ended.  Collective over the pipeline."""
-        _, executor = self._engine._last_step()
-        stamps, rank = executor.stamps, self._engine.mesh.pipe_rank
-        spans = [s for s in self._engine.timeline().spans if s.track == "compute" and s.rank == rank]
+        step, executor = self._engine._last_step()
+        stamps, rank, pipeline = executor.stamps, self._engine.mesh.pipe_rank, self._engine.mesh.pipeline
+        # The engine shows the last training step; an evaluation is looked at in the same way.
+        shown = self._engine.timeline() if step.train else measured_timeline(executor.schedule, stamps, pipeline, hop=0)
+        spans = [s for s in shown.spans if s.track == "compute" and s.rank == rank]
         account = Account(
             rank,
             executor.schedule.rows[rank],
