@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,6 +155,7 @@ class PipelineModule:
         self.entries: tuple[Entry, ...] = entries
         self.loss_fn = loss_fn
         self.loss_weight = loss_weight
+        self._ties = _find_ties(entries)  # now: when layers are built, each is given parameters of its own
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -175,16 +176,7 @@ class PipelineModule:
 
     def ties(self) -> tuple[Tie, ...]:
         """What is shared between layers: by key of ``TiedLayerSpec``, or because modules hold the same parameter."""
-        uses: dict[str, list[Use]] = {}
-        name_of: dict[int, str] = {}
-        for index, entry in enumerate(self.entries):
-            if isinstance(entry, TiedLayerSpec):
-                uses.setdefault(entry.key, []).append(Use(index, None))
-            elif isinstance(entry, nn.Module):
-                for name, parameter in entry.named_parameters():
-                    first = name_of.setdefault(id(parameter), f"layers.{index}.{name}")
-                    uses.setdefault(first, []).append(Use(index, name))
-        return tuple(Tie(name, tuple(places)) for name, places in uses.items() if len(places) > 1)
+        return self._ties
 
     def describe(self) -> Iterator[str]:
         """One line a layer, equal on every rank that was given the same code."""
@@ -200,6 +192,19 @@ class PipelineModule:
         for file in sorted({_source_file(thing) for thing in (*self.entries, self.loss_fn, type(self))} - {""}):
             digest.update(Path(file).read_bytes())
         return digest.hexdigest()[:16]
+
+
+def _find_ties(entries: Sequence[Entry]) -> tuple[Tie, ...]:
+    uses: dict[str, list[Use]] = {}
+    name_of: dict[int, str] = {}
+    for index, entry in enumerate(entries):
+        if isinstance(entry, TiedLayerSpec):
+            uses.setdefault(entry.key, []).append(Use(index, None))
+        elif isinstance(entry, nn.Module):
+            for name, parameter in entry.named_parameters():
+                first = name_of.setdefault(id(parameter), f"layers.{index}.{name}")
+                uses.setdefault(first, []).append(Use(index, name))
+    return tuple(Tie(name, tuple(places)) for name, places in uses.items() if len(places) > 1)
 
 
 def _arguments(entry: Entry) -> str:

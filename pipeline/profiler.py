@@ -52,8 +52,7 @@ def profile_layers(
     measured: list[LayerCost] = []
     with preserved(random.device):
         for index in range(len(module)):
-            layer = _built(module, index, random, index in recompute)
-            value, cost = _measure(layer, value, module.type_of(index), mesh, runs)
+            value, cost = _measure_layer(module, index, value, random, mesh, runs=runs, recompute=index in recompute)
             measured.append(cost)
         loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, spares_input=True)
         _, cost = _measure(loss, with_targets(value, item.targets), "loss", mesh, runs)
@@ -79,6 +78,17 @@ _TIMES = ("forward", "input_grad", "weight_grad")
 
 def _mean(costs: Sequence[LayerCost]) -> LayerCost:
     return costs[0].model_copy(update={t: statistics.fmean(getattr(c, t) for c in costs) for t in _TIMES})
+
+
+def _measure_layer(
+    module: PipelineModule, index: int, value: Value, random: RandomSource, mesh: Mesh, *, runs: int, recompute: bool
+) -> tuple[Value, LayerCost]:
+    layer = _built(module, index, random, recompute)
+    result = _measure(layer, value, module.type_of(index), mesh, runs)
+    for vector in layer.flat.vectors if layer.flat is not None else ():
+        for tensor in vector:  # now, and not when Python looks for cycles
+            tensor.untyped_storage().resize_(0)
+    return result
 
 
 def _built(module: PipelineModule, index: int, random: RandomSource, recompute: bool) -> Layer:
@@ -132,7 +142,8 @@ def _measure(layer: Layer, value: Value, kind: str, mesh: Mesh, runs: int) -> tu
         parameter_bytes=_bytes(parameters),
         buffer_bytes=_bytes(buffers),
     )
-    return Value([x.detach() if isinstance(x, Tensor) else x for x in output.leaves], *output[1:]), cost
+    # Copies: an output may lie in the memory of a parameter, which is freed.
+    return Value([x.detach().clone() if isinstance(x, Tensor) else x for x in output.leaves], *output[1:]), cost
 
 
 def _now(mesh: Mesh) -> float:
@@ -166,12 +177,13 @@ def _kept_bytes(layer: Layer, value: Value, parameters: Sequence[Tensor]) -> int
 
 def count_parameters(module: PipelineModule, random: RandomSource) -> list[int]:
     """The number of parameters of each layer; one layer at a time is built and freed."""
-    counts = []
-    for index in range(len(module)):
-        entry = module.entries[index]
-        built = entry if isinstance(entry, nn.Module) else build_module(module, index, random)
-        counts.append(0 if built is None else sum(p.numel() for p in built.parameters()))
-    return counts
+    return [_count(module, index, random) for index in range(len(module))]
+
+
+def _count(module: PipelineModule, index: int, random: RandomSource) -> int:
+    entry = module.entries[index]
+    built = entry if isinstance(entry, nn.Module) else build_module(module, index, random)
+    return 0 if built is None else sum(p.numel() for p in built.parameters())
 
 
 def measure_hop(mesh: Mesh, size: int) -> float:
