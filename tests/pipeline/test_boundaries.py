@@ -336,6 +336,20 @@ def test_views_and_changes_in_place(name: str) -> None:
     check_all(stack(layer(first), layer(second), layer(lambda x, w: x.cos() * w)), PLACES)
 
 
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_while_layers_are_timed(name: str) -> None:
+    """Each layer is freed when it has been timed; what it gave lives on."""
+    first, second = VIEWS[name]
+    case = stack(layer(first), layer(second), layer(lambda x, w: x.cos() * w))
+
+    def worker() -> float:
+        engine = initialize(case.model(), config=Layout("1f1b", 2, partition="profile").settings(profile_runs=1))
+        return engine.eval_batch(items(0, 0)).item()
+
+    uniform = run(Case(case.model, items, steps=1), Layout("1f1b", 2)).losses[0]
+    assert run_local(worker, 2) == [pytest.approx(uniform, rel=1e-12)] * 2
+
+
 def test_the_users_data_is_never_changed() -> None:
     """By a layer, a loss, the timing of layers, or a step: what is trained on is what was given."""
     given = items(0, 0)
