@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -19,10 +20,11 @@ from pipeline.batch import Item
 from pipeline.build import build_layers
 from pipeline.errors import ModelError, StepFailed
 from pipeline.links.protocol import LANE_B
+from tests.pipeline import running
 from tests.pipeline.conftest import Sent
 from tests.pipeline.models import sgd
 from tests.pipeline.processes import run_processes
-from tests.pipeline.reference import Case, Layout, Outcome, agree, check, check_all, plainly, run, spread, train
+from tests.pipeline.reference import Case, Layout, Outcome, Plain, agree, check, check_all, plainly, run, spread, train
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -258,6 +260,24 @@ def test_a_tied_parameter_gets_the_sum_of_its_uses_once(places: tuple[int, ...])
 
 def test_a_tied_parameter_may_be_frozen() -> None:
     check_all(Case(tied(3, trainable=False), words), spread(6))
+
+
+def slower_with_depth(name: str, shape: torch.Size) -> dict[str, Any]:
+    return {"lr": 0.1 / (1 + int(name.split(".")[1]))}
+
+
+@pytest.mark.parametrize("layout", [Layout("1f1b", 1), Layout("1f1b", 3), Layout("vee", 2, 2)], ids=str)
+def test_all_uses_of_a_tied_parameter_are_in_the_group_of_the_first(layout: Layout) -> None:
+    """Also where groups are made by name: copies on other ranks take the same steps."""
+
+    def plain_groups(groups: Any) -> torch.optim.Optimizer:
+        names = [name for name, _ in Plain(tied(3)()).named_parameters()]
+        made = [{**g, **slower_with_depth(n, torch.Size())} for g, n in zip(groups, names, strict=True)]
+        return torch.optim.SGD(made, momentum=0.9)
+
+    momentum = partial(torch.optim.SGD, momentum=0.9)
+    found = running.run(Case(tied(3), words, optimizer=momentum), layout, param_groups=slower_with_depth)
+    agree(found, plainly(Case(tied(3), words, optimizer=plain_groups), layout, found.before), str(layout))
 
 
 def train_tied() -> Outcome:
