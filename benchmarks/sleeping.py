@@ -45,11 +45,12 @@ def main() -> int:
 def worker(name: str, micro_batches: int) -> None:
     import torch
 
-    from benchmarks.sleeping_layers import Sleep
+    from benchmarks.sleeping_layers import Sleep, wake_exactly
     from pipeline import LayerSpec, PipelineModule, initialize
     from pipeline.profiler import measure_hop
     from schedules import Costs, simulate
 
+    wake_exactly()
     name, _, stages = name.partition(":")
     per_rank = int(stages or 1)
     world = int(os.environ["WORLD_SIZE"])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_INEXACT = 0.001  # seconds by which a system may wake a process too late
+_INEXACT = 0.0001  # seconds by which a system may wake a process too late, when it is asked to be exact
+
+
+def wake_exactly() -> None:
+    """Ask the system not to collect the wake-ups of this thread, for which Linux takes 50 microseconds."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, in nanoseconds
 
 
 def sleep_until(moment: float) -> None:

@@ -94,6 +94,8 @@ def _leave() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+    for transport in _connected:
+        transport.let_go()
     _connected.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -131,7 +133,7 @@ class DistributedTransport:
         self.world = self._group(world, everyone)
         self._groups: dict[tuple[tuple[int, ...], ...], Group] = {(everyone,): self.world}
         tagged = TaggedLink(world, rank, ranks, timeout)
-        self.link: Link = PairLink(tagged, device) if uses_streams(device) else tagged
+        self.link: TaggedLink | PairLink = PairLink(tagged, device) if uses_streams(device) else tagged
         self.board = Board(shared_bytes(self.world, BYTES_PER_RANK * ranks), rank)
         self.relay = relay_between_hosts(self.board, self._hosts(), world.get_group_store())
 
@@ -148,6 +150,14 @@ class DistributedTransport:
             made = {part: self._new_group(part) for part in key if len(part) > 1}
             self._groups[key] = self._group(made[own], own) if own in made else alone(own)
         return self._groups[key]
+
+    def let_go(self) -> None:
+        """Drop every torch group, which an engine that still stands somewhere would keep from ending its threads."""
+        for group in self._groups.values():
+            if isinstance(group, DistributedGroup):
+                del group.process_group
+        self.link.let_go()
+        del self.process_group
 
     def _group(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> DistributedGroup:
         return DistributedGroup(group, ranks, dist.get_rank(), self.timeout, self.started)

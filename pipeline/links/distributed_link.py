@@ -61,6 +61,10 @@ class TaggedLink:
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Nothing to prepare: every process is connected to every other from the start."""
 
+    def let_go(self) -> None:
+        """Drop torch's group, before it is unmade."""
+        del self._group
+
     def send(self, peer: int, tensor: Tensor, lane: int) -> Pending:
         if peer not in self._peers:  # of which the backend would not complain, but wait
             raise not_a_peer(self.rank, self.ranks, peer)
@@ -117,6 +121,12 @@ class PairLink:
             elif destination == self.rank:
                 self._from[source] = group
             self._made.add((source, destination))
+
+    def let_go(self) -> None:
+        """Drop torch's groups, before they are unmade."""
+        self._to.clear()
+        self._from.clear()
+        self._tagged.let_go()
 
     def send(self, peer: int, tensor: Tensor, lane: int) -> Pending:
         if on_host(tensor):
