@@ -138,12 +138,13 @@ class LocalGroup:
             ticket = met.tickets[self.rank] = Ticket(self._world, self._world_rank, met, None)
             met.payloads[self.rank] = payload
             met.missing -= 1
-            if met.missing == 0:
+            last = met.missing == 0  # asked here: after the lock, the one before the last may see it as well
+            if last:
                 del rounds[self._round]
         self._round += 1
         if error is not None:
             met.end(error)
-        elif met.missing == 0:
+        elif last:
             with torch.no_grad():
                 combine(met.payloads)
             met.end(None)

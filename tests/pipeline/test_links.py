@@ -327,6 +327,38 @@ def test_threads_add_in_rank_order() -> None:
     assert run_local(worker, 4) == [(expected, expected)] * 4
 
 
+class _HeldUp:
+    """A lock after which the first to have held it goes on only when the second has, too."""
+
+    def __init__(self) -> None:
+        self._lock, self._leavers, self._both = threading.Lock(), 0, threading.Event()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._leavers += 1
+        second = self._leavers == 2
+        self._lock.release()
+        if second:
+            self._both.set()
+        self._both.wait(5.0)
+
+
+def test_threads_add_once_however_close_they_come() -> None:
+    def worker() -> float:
+        mesh = make_mesh()
+        mesh.world.barrier()
+        mesh.world._meeting.lock = _HeldUp()
+        mesh.link.send(1 - mesh.rank, torch.zeros(1), LANE_F)
+        mesh.link.receive(1 - mesh.rank, torch.zeros(1), LANE_F).wait()  # both have set it, one is in use
+        tensor = torch.tensor([1.0])
+        mesh.world.all_reduce(tensor)
+        return tensor.item()
+
+    assert run_local(worker, 2) == [2.0, 2.0]
+
+
 def test_ranks_in_different_collectives_are_told_so() -> None:
     def worker() -> str:
         mesh = make_mesh(device="cpu")
