@@ -29,13 +29,6 @@ class Recipe(NamedTuple):
     frozen: tuple[int, ...] = ()
 
 
-class Training(NamedTuple):
-    """What training leaves behind: the loss of every step, and parameters and buffers by name."""
-
-    losses: tuple[float, ...]
-    state: dict[str, Tensor]
-
-
 # -- layers --------------------------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ def agreed(results: Sequence[tuple[Outcome, bool]], layout: Layout) -> Outcome:
         if (outcome.losses, outcome.norms) != (first.losses, first.norms):
             raise AssertionError(f"{layout}: rank {rank} has losses {outcome.losses}, rank 0 {first.losses}")
         if not agrees:
-            raise AssertionError(f"{layout}: tied parameters or copies of rank {rank} have drifted from those of the others")
+            raise AssertionError(f"{layout}: what rank {rank} holds has drifted from what the others hold")
     return first
 
 

@@ -16,18 +16,22 @@ from tests.pipeline.running import agreed, copies_agree, everywhere, same_bits, 
 
 STEPS = 5
 
+ADAMW, SGD = (Recipe(), adamw), (Recipe(norm="batch"), sgd)
+
 MOVES = [
-    (Layout("1f1b", 2), Layout("1f1b", 2)),
-    (Layout("1f1b", 1), Layout("interleaved-1f1b", 2, 3)),
-    (Layout("gpipe", 4), Layout("1f1b", 1)),
-    (Layout("interleaved-1f1b", 2, 2, recompute="every"), Layout("1f1b", 3, partition=(0, 1, 11, 12))),
-    (Layout("1f1b", 4, partition=(0, 0, 5, 12, 12)), Layout("gpipe", 2, 3, recompute=(1, 5))),
-    (Layout("1f1b", 2, data_parallel=2), Layout("1f1b", 4, data_parallel=2)),
+    (ADAMW, Layout("1f1b", 2), Layout("1f1b", 2)),
+    (ADAMW, Layout("1f1b", 1), Layout("interleaved-1f1b", 2, 3)),
+    (SGD, Layout("gpipe", 4), Layout("1f1b", 1)),
+    (SGD, Layout("interleaved-1f1b", 2, 2, recompute="every"), Layout("1f1b", 3, partition=(0, 1, 11, 12))),
+    (ADAMW, Layout("1f1b", 4, partition=(0, 0, 5, 12, 12)), Layout("gpipe", 2, 3, recompute=(1, 5))),
+    (SGD, Layout("1f1b", 2, data_parallel=2), Layout("1f1b", 4, data_parallel=2)),
 ]
 
-
-def ids(move: tuple[Layout, Layout]) -> str:
-    return " -> ".join(map(str, move))
+PLACES = {
+    "processes to processes": (Layout("1f1b", 2), True, Layout("interleaved-1f1b", 4, 2), True),
+    "processes to threads": (Layout("1f1b", 4, data_parallel=2), True, Layout("1f1b", 2, data_parallel=2), False),
+    "threads to processes": (Layout("1f1b", 1), False, Layout("1f1b", 2, recompute="every"), True),
+}
 
 
 def go_on(case: Case, layout: Layout, folder: str, stop: int, others: dict[str, Any]) -> tuple[Outcome, bool]:
@@ -78,40 +82,25 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("move", MOVES, ids=ids)
+@pytest.mark.parametrize(("kind", "first", "second"), MOVES, ids=[f"{first} to {second}" for _, first, second in MOVES])
 def test_go_on_in_another_layout(
-    move: tuple[Layout, Layout], optimizer: MakeOptimizer, tmp_path: Path, whole: Any
+    kind: tuple[Recipe, MakeOptimizer], first: Layout, second: Layout, tmp_path: Path, whole: Any
 ) -> None:
-    recipe = Recipe(norm="batch" if optimizer is sgd else "layer", tied=True)
-    check(move, (False, False), recipe, optimizer, tmp_path, whole)
+    check(kind, [(first, False), (second, False)], tmp_path, whole)
 
 
-@pytest.mark.parametrize(
-    ("move", "processes"),
-    [
-        ((Layout("1f1b", 2), Layout("interleaved-1f1b", 4, 2)), (True, True)),
-        ((Layout("1f1b", 4, data_parallel=2), Layout("1f1b", 2, data_parallel=2)), (True, False)),
-        ((Layout("1f1b", 1), Layout("1f1b", 2, recompute="every")), (False, True)),
-    ],
-    ids=["processes to processes", "processes to threads", "threads to processes"],
-)
-def test_go_on_elsewhere(move: tuple[Layout, Layout], processes: tuple[bool, bool], tmp_path: Path, whole: Any) -> None:
-    check(move, processes, Recipe(), adamw, tmp_path, whole)
+@pytest.mark.parametrize("place", PLACES)
+def test_go_on_elsewhere(place: str, tmp_path: Path, whole: Any) -> None:
+    first, in_processes, second, then_in_processes = PLACES[place]
+    check(ADAMW, [(first, in_processes), (second, then_in_processes)], tmp_path, whole)
 
 
-def check(
-    move: tuple[Layout, Layout],
-    processes: tuple[bool, bool],
-    recipe: Recipe,
-    optimizer: MakeOptimizer,
-    folder: Path,
-    whole: Any,
-) -> None:
-    """Stop after 2 steps, go on for one, and again in the first layout to the end."""
+def check(kind: tuple[Recipe, MakeOptimizer], moves: list[tuple[Layout, bool]], folder: Path, whole: Any) -> None:
+    """Stop after 2 steps, go on for one elsewhere, and again where it began to the end."""
+    recipe, optimizer = kind
     case = transformer_case(recipe, 4, optimizer=optimizer)
-    stops = [(move[0], 2, processes[0]), (move[1], 3, processes[1]), (move[0], STEPS, processes[0])]
-    parts = [train_to(case, a, folder, n, processes=p, **EVERYTHING) for a, n, p in stops]
+    there = zip((*moves, moves[0]), (2, 3, STEPS), strict=True)
+    parts = [train_to(case, layout, folder, stop, processes=p, **EVERYTHING) for (layout, p), stop in there]
     together = Outcome(
         parts[0].before,
         sum((part.losses for part in parts), ()),
@@ -120,5 +109,5 @@ def check(
         parts[-1].after,
     )
     assert [len(part.losses) for part in parts] == [2, 1, STEPS - 3]
-    assert same_bits(together, whole(recipe, optimizer, move[0].data_parallel))
+    assert same_bits(together, whole(recipe, optimizer, moves[0][0].data_parallel))
     assert (folder / "latest").read_text().strip() == f"step-{STEPS:08d}"
