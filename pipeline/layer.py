@@ -125,7 +125,7 @@ class Layer:
         self._spares_input = spares_input or recompute
         self._random = random
         self.buffers = Buffers(module)
-        self._draws: dict[bool, bool] = {}  # by training mode; only where ranks share a generator
+        self._drew: dict[bool, tuple[int, bool]] = {}  # by training mode: in which step, whether; only under a lock
         self._changes_input: dict[bool, bool] = {}  # by training mode; only where the input is spared
 
     # -- forward ---------------------------------------------------------------------------------------------
@@ -192,7 +192,8 @@ class Layer:
     def _run_seeded(self, argument: Any, place: Place) -> Any:
         """Run user code with the random state of this place.
 
-        Where ranks are threads of one process they share a generator: a layer that draws runs under the lock.
+        Where ranks are threads of one process they share a generator: a layer that draws runs under the lock, and so
+        does every layer once a step, to see whether it draws.
         """
         random = self._random
         seed = key(random.seed, place.step, place.micro_batch, self.index)
@@ -200,14 +201,15 @@ class Layer:
             seed_generator(random.device, seed)
             return self.function(argument)
         mode = self.module is not None and self.module.training
-        if self._draws.get(mode) is False:
+        if self._drew.get(mode) == (place.step, False):
             return self.function(argument)
         generator = generator_of(random.device)
         with random.lock, preserved(random.device):
             generator.manual_seed(seed)
             before = generator.get_state()
             result = self.function(argument)
-            self._draws[mode] = self._draws.get(mode, False) or not torch.equal(before, generator.get_state())
+            drew = self._drew.get(mode, (0, False))[1] or not torch.equal(before, generator.get_state())
+            self._drew[mode] = (place.step, drew)
         return result
 
     # -- backward --------------------------------------------------------------------------------------------
