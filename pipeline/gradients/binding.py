@@ -165,13 +165,13 @@ class Binding:
         Where autograd has added to the gradient too they may not: they run now, later ones in autograd. The
         order of the additions, hence every bit, is then the same wherever a schedule puts W.
         """
-        in_queue = {work.site.target for work in queue.work}
+        in_queue = {site.target for site, _, _, _ in queue.work}
         for target in self._weights:
             if target.preset._version != target.additions:
                 self._fall_back(target)
             elif target in in_queue:
                 target.late = self.reference
-        queue.drain(only={target for target in self._weights if target.mixed})
+        queue.take({target for target in self._weights if target.mixed}).drain()
         self._unsettled = any(target.late and not target.mixed for target in self._weights)
 
     def _look_for_changes(self) -> None:

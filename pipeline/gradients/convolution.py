@@ -77,7 +77,7 @@ class _Convolution(torch.autograd.Function):
             if queue.inline and not site.target.late:
                 _accumulate(site, x, dy)
             else:
-                queue.keep(site, x.detach(), dy)
+                queue.work.append((site, x.detach(), dy, x._version))
         if needs_bias and site.bias_gradient is not None:
             site.bias_gradient.add_(dy.sum((0, *range(2, dy.dim())), dtype=site.bias_gradient.dtype))
         return dx, None, db, None

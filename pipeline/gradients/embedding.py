@@ -61,7 +61,7 @@ class _Embedding(torch.autograd.Function):
         if queue.inline and not site.target.late:
             _accumulate(site, indices, dy)
         else:
-            queue.keep(site, indices, dy)
+            queue.work.append((site, indices, dy, indices._version))
         return None, None, None
 
 

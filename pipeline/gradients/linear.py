@@ -59,7 +59,8 @@ class _Linear(torch.autograd.Function):
         columns = rows.t()
         if needs_weight:
             if site.target.late or not queue.inline:
-                queue.keep(site, x.detach().reshape(-1, inputs), rows)
+                kept = x.detach().reshape(-1, inputs)
+                queue.work.append((site, kept, rows, kept._version))
             elif uniform:
                 site.gradient.addmm_(columns, x.reshape(-1, inputs))
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +25,11 @@ class Foreign:
         self.operator = Operator(lambda site, x, dy: torch.no_grad()(run)(), lambda site, x, dy: dy)
 
 
-class Work(NamedTuple):
-    """One weight gradient to come; the first dimension of both tensors is the one that is summed over."""
+Work = tuple[Site | Foreign, Tensor, Tensor, int]
+"""(site, input, gradient of the output, version of the input); the sum runs over the first dimension of both.
 
-    site: Site | Foreign
-    x: Tensor
-    dy: Tensor
-    version: int
-    """Of `x`, to notice that somebody has changed it since."""
-
+The version tells if somebody has changed the input in place since.
+"""
 
 _NOTHING = torch.empty(0)
 
@@ -58,12 +54,8 @@ class WeightGradQueue:
     @property
     def nbytes(self) -> int:
         """Bytes that the waiting work keeps alive, a storage that serves several entries counted once."""
-        storages = [tensor.untyped_storage() for work in self.work for tensor in (work.x, work.dy)]
+        storages = [tensor.untyped_storage() for _, x, dy, _ in self.work for tensor in (x, dy)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    def keep(self, site: Site, x: Tensor, dy: Tensor) -> None:
-        """Leave a product to W; the graph that x comes from may go."""
-        self.work.append(Work(site, x, dy, x._version))
 
     def defer(self, run: Callable[[], None]) -> None:
         """Leave the weight gradient of an autograd function of one's own to W; in a full B it runs at once.
@@ -71,34 +63,33 @@ class WeightGradQueue:
         Called in that function's backward, with the queue that was its binding's `current` in forward.
         """
         if self.is_open and not self.inline:
-            self.work.append(Work(Foreign(run), _NOTHING, _NOTHING, 0))
+            self.work.append((Foreign(run), _NOTHING, _NOTHING, _NOTHING._version))
         else:
             run()
 
-    def drain(self, only: AbstractSet[Target] | None = None) -> None:
-        """Add the waiting gradients, or those of some weights, into their views; first in first out.
+    def drain(self) -> None:
+        """Add every waiting gradient into its view, first in first out, each released when it is done.
 
-        Each is released when it is done. Raises GradientError if an input was changed in place after I.
+        Raises GradientError if an input was changed in place after I.
         """
-        waiting, self.work = self.work, []
-        waiting.reverse()
-        totals: dict[Any, Tensor] = {}
-        while waiting:
-            work = waiting.pop()
-            site, x, dy, version = work
-            if only is not None and site.target not in only:
-                self.work.append(work)
-                continue
+        work, self.work = self.work, []
+        work.reverse()
+        while work:
+            site, x, dy, version = work.pop()
             if x._version != version:
                 raise _changed(site)
-            del work
             if site.reference:
-                product = site.operator.product(site, x, dy)
-                totals[site] = totals[site] + product if site in totals else product
+                work.append((site, x, dy, version))
+                _drain_as_autograd(work)
             else:
                 site.operator.accumulate(site, x, dy)
-        for site, total in totals.items():
-            site.gradient.add_(total)
+
+    def take(self, targets: AbstractSet[Target]) -> WeightGradQueue:
+        """A queue with the work of some weights, which this one then no longer has."""
+        taken = WeightGradQueue()
+        taken.work = [work for work in self.work if work[0].target in targets]
+        self.work = [work for work in self.work if work[0].target not in targets]
+        return taken
 
     def clear(self) -> None:
         """Drop the waiting work, after a step that failed."""
@@ -111,22 +102,35 @@ def drain_together(queues: Sequence[WeightGradQueue]) -> None:
     Sums then run over the rows of all micro-batches, so that the result agrees with one drain after the other to
     rounding. If the uses differ in number or form between the micro-batches, they are drained one after the other.
     """
-    alike = len({tuple(id(work.site) for work in queue.work) for queue in queues}) == 1
-    forms = {tuple((work.x.shape[1:], work.dy.shape[1:]) for work in queue.work) for queue in queues}
+    alike = len({tuple(id(work[0]) for work in queue.work) for queue in queues}) == 1
+    forms = {tuple((x.shape[1:], dy.shape[1:]) for _, x, dy, _ in queue.work) for queue in queues}
     if not alike or len(forms) > 1:
         for queue in queues:
             queue.drain()
         return
     for use in zip(*(queue.work for queue in queues), strict=True):
-        for work in use:
-            if work.x._version != work.version:
-                raise _changed(work.site)
+        for site, x, _, version in use:
+            if x._version != version:
+                raise _changed(site)
         joined = WeightGradQueue()
-        x, dy = torch.cat([work.x for work in use]), torch.cat([work.dy for work in use])
-        joined.work.append(Work(use[0].site, x, dy, x._version))
+        x, dy = torch.cat([x for _, x, _, _ in use]), torch.cat([dy for _, _, dy, _ in use])
+        joined.work.append((use[0][0], x, dy, x._version))
         joined.drain()
     for queue in queues:
         queue.clear()
+
+
+def _drain_as_autograd(work: list[Work]) -> None:
+    """Empty a reversed list of work: products of one weight are added to each other first, as autograd does it."""
+    totals: dict[Any, Tensor] = {}
+    while work:
+        site, x, dy, version = work.pop()
+        if x._version != version:
+            raise _changed(site)
+        product = site.operator.product(site, x, dy)
+        totals[site] = totals[site] + product if site in totals else product
+    for site, total in totals.items():
+        site.gradient.add_(total)
 
 
 def _changed(site: Site | Foreign) -> GradientError:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import platform
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,8 +56,8 @@ def test_only_input_and_output_gradient_wait_for_the_weights() -> None:
 
 def test_a_queue_releases_what_it_has_done_before_the_rest() -> None:
     queue = run(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(3, 2))
-    kept = [weakref.ref(work.x) for work in queue.work]
-    site = queue.work[1].site
+    kept = [weakref.ref(x) for _, x, _, _ in queue.work]
+    site = queue.work[1][0]
     alive = []
 
     def accumulate(site: Site, x: Tensor, dy: Tensor) -> None:
@@ -200,7 +204,7 @@ def test_weight_gradients_of_several_micro_batches_in_one_product() -> None:
                 y = module(x)
             with binding.backward(queue, inline=False):
                 y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape) + number)
-        products = [counted(work.site) for work in queues[0].work]
+        products = [counted(work[0]) for work in queues[0].work]
         drain_together(queues)
     assert products == [[1], [1], [1]]
     torch.testing.assert_close(flat.gradients(), plain.parameters, rtol=1e-12, atol=1e-12)
@@ -376,3 +380,11 @@ def test_an_input_that_changes_between_i_and_w_is_an_error(together: bool) -> No
             y.sum().backward()
     with pytest.raises(GradientError, match=r"operator on 'inner\.weight' was changed in place between I and W"):
         drain_together(queues) if together else queues[0].drain()
+
+
+def test_the_c_library_keeps_freed_memory_where_it_can() -> None:
+    # In a process of its own, since it is for good.
+    file = Path(__file__).parents[2] / "pipeline" / "gradients" / "allocator.py"
+    code = f"import runpy; print(runpy.run_path({str(file)!r})['keep_freed_memory']())"
+    kept = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert kept.stdout.strip() == str(platform.libc_ver()[0] == "glibc")
