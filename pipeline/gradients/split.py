@@ -29,10 +29,10 @@ def split(
 ) -> Binding:
     """Rebind the linear, embedding and convolution modules of a layer, by instance: classes stay as they are.
 
-    `flat` holds the module's parameters; `scratch` is memory that the layers of a rank share. With
-    `reference_numerics` gradients are accumulated exactly as autograd does it, which takes a temporary per
-    product. A split module pickles, copies and saves as before (a copy has the plain forward); what is not
-    recognised keeps its ordinary backward, and so does what torch.compile compiles.
+    `flat` holds the module's parameters, whose values stay where they are from here on; `scratch` is memory that the
+    layers of a rank share. With `reference_numerics` gradients are accumulated exactly as autograd does it, which takes
+    a temporary per product. A split module pickles, copies and saves as before (a copy has the plain forward); what is
+    not recognised keeps its ordinary backward, and so does what torch.compile compiles.
     """
     binding = Binding(flat, scratch or Scratch(), reference=reference_numerics)
     compiled = _compiled(module)
