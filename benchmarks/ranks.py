@@ -34,9 +34,8 @@ def run_ranks(script: str, ranks: int, arguments: Sequence[str], *, timeout: flo
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     root = str(Path(__file__).parents[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run(
-        [*command, "-m", script, "--worker", *arguments], env=environment, timeout=timeout, capture_output=True, text=True
-    )
+    command += ["-m", script, "--worker", *arguments]
+    done = subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(arguments)} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -31,8 +31,8 @@ def sleep_until(moment: float) -> None:
 class Sleep(nn.Module):
     """Takes ``forward``, ``input_grad`` and ``weight_grad`` seconds; the last as work of the layer's own queue.
 
-    The small linear layer inside gives it a weight, whose split backward tells where W runs.  Its forward is part
-    of the time; what else a runtime does around a layer is not.
+    The small linear layer inside gives it a weight, whose split backward tells where W runs.  What it computes is
+    part of the times; what a runtime does around the layer is not.
     """
 
     def __init__(self, forward: float, input_grad: float, weight_grad: float, size: int = 8) -> None:
@@ -41,23 +41,54 @@ class Sleep(nn.Module):
         self.times = (forward, input_grad, weight_grad)
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.times[0])
+        end = time.perf_counter() + self.times[0]
         binding = getattr(self.linear.__dict__.get("forward"), "binding", None)
-        return _Sleep.apply(self.linear(x), self.times, binding.current if binding is not None else None)
+        passage = _Passage(*self.times[1:], binding.current if binding is not None else None)
+        y: Tensor = _Begins.apply(self.linear(_Ends.apply(x, passage, _ANCHOR)), passage)
+        sleep_until(end)
+        return y
 
 
-class _Sleep(torch.autograd.Function):
+class _Passage:
+    """One micro-batch's backward through a layer: it begins, the linear layer's own comes, it ends."""
+
+    def __init__(self, input_grad: float, weight_grad: float, queue: Any) -> None:
+        self.input_grad, self.weight_grad, self.queue = input_grad, weight_grad, queue
+        self.began = 0.0
+
+    def end(self) -> None:
+        sleep_until(self.began + self.input_grad)
+        if self.queue is None:
+            self.sleep_for_weights()
+        else:
+            self.queue.defer(self.sleep_for_weights)
+
+    def sleep_for_weights(self) -> None:
+        sleep_until(time.perf_counter() + self.weight_grad)
+
+
+class _Begins(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, times: tuple[float, float, float], queue: Any) -> Tensor:
-        ctx.times, ctx.queue = times, queue
+    def forward(ctx: Any, x: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.passage.began = time.perf_counter()
+        return dy, None
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)  # so that the first layer, whose input needs no gradient, has an end too
+
+
+class _Ends(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passage: _Passage, anchor: Tensor) -> Tensor:
+        ctx.passage = passage
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        _, input_grad, weight_grad = ctx.times
-        sleep_until(time.perf_counter() + input_grad)
-        if ctx.queue is None:
-            time.sleep(weight_grad)
-        else:
-            ctx.queue.defer(lambda: time.sleep(weight_grad))
+        ctx.passage.end()
         return dy, None, None
