@@ -18,7 +18,7 @@ from pipeline.links.distributed_group import DistributedGroup
 from pipeline.links.distributed_link import PairLink, TaggedLink
 from pipeline.links.host_memory import shared_bytes
 from pipeline.links.local_group import alone
-from pipeline.links.protocol import Group, Link, own_part
+from pipeline.links.protocol import Group, own_part
 from pipeline.links.relay import relay_between_hosts
 from pipeline.watch import BYTES_PER_RANK, At, Board
 
