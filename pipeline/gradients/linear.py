@@ -89,8 +89,8 @@ def _ordinary(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 # Function.apply, and the apply of its node in the graph, put frames of Python around forward and backward, for
-# torch.func transforms (under which the plain operator runs) and older spellings. Linear layers run often enough to do without
-# them: at width 64 that is 2 % of the whole.
+# torch.func transforms (under which the plain operator runs) and older spellings. Linear layers run often
+# enough to do without: at width 64 that is 2 % of the whole.
 _Linear._backward_cls.apply = _Linear.backward  # type: ignore[attr-defined]
 linear: Callable[[Tensor, Tensor, Tensor | None, Site], Tensor] = super(torch.autograd.Function, _Linear).apply
 """`x @ weight.T + bias`; x: (..., in), weight: (out, in), bias: (out), result: (..., out); both are the site's."""
