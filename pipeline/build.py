@@ -144,6 +144,7 @@ def build_layers(
     *,
     param_groups: ParamGroups | None,
     recompute: Sequence[int],
+    reference_numerics: bool,
 ) -> BuiltLayers:
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
@@ -165,6 +166,9 @@ def build_layers(
     scratch = Scratch()
     layers = {}
     for index, built in modules.items():
+        binding = None
+        if built is not None:
+            binding = split(built, flats[index], scratch=scratch, reference_numerics=reference_numerics)
         layers[index] = Layer(
             index,
             f"{index} ({module.type_of(index)})",
@@ -172,7 +176,7 @@ def build_layers(
             random,
             module=built,
             flat=flats.get(index),
-            binding=split(built, flats[index], scratch=scratch) if built is not None else None,
+            binding=binding,
             recompute=index in recompute,
             spares_input=index == 0,
         )
