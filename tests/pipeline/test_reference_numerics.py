@@ -12,7 +12,8 @@ from pipeline import LayerSpec, PipelineModule, initialize, run_local
 
 
 def model() -> PipelineModule:
-    layers = [LayerSpec(nn.Linear, 64, 96), nn.functional.gelu, LayerSpec(nn.LayerNorm, 96), LayerSpec(nn.Linear, 96, 8)]
+    ends = LayerSpec(nn.Linear, 64, 96), LayerSpec(nn.Linear, 96, 8)
+    layers = [ends[0], nn.functional.gelu, LayerSpec(nn.LayerNorm, 96), ends[1]]
     return PipelineModule(layers, nn.functional.mse_loss)
 
 
