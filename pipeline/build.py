@@ -50,7 +50,7 @@ def build_module(module: PipelineModule, index: int, random: RandomSource) -> nn
         if isinstance(entry, LayerSpec | TiedLayerSpec):
             with preserved(random.device):
                 seed_generator(random.device, key(random.seed, _BUILDING, 0, _first_use(module, index)))
-                built = entry.factory(*entry.args, **entry.kwargs)
+                built = _made(entry, f"layer {index} ({module.type_of(index)})")
             if not isinstance(built, nn.Module):
                 raise ModelError(f"layer {index}: {module.type_of(index)} made a {type(built).__name__}, not a module")
         elif isinstance(entry, nn.Module):
@@ -58,6 +58,14 @@ def build_module(module: PipelineModule, index: int, random: RandomSource) -> nn
         else:
             return None
         return built.to(random.device)
+
+
+def _made(entry: LayerSpec | TiedLayerSpec, name: str) -> nn.Module:
+    try:
+        return entry.factory(*entry.args, **entry.kwargs)
+    except Exception as error:
+        error.add_note(f"raised while {name} was built")
+        raise
 
 
 def _first_use(module: PipelineModule, index: int) -> int:

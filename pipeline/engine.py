@@ -19,7 +19,7 @@ from pipeline.batch import Item
 from pipeline.build import ParamGroups, check_ready_modules
 from pipeline.config import PipelineConfig
 from pipeline.device import set_threads
-from pipeline.errors import CheckpointError, ConfigError, NonFiniteLoss, NotPlanned
+from pipeline.errors import CheckpointError, ConfigError, ModelError, NonFiniteLoss, NotPlanned
 from pipeline.exchange import Forms, ShapeTable
 from pipeline.executor import Executor
 from pipeline.intake import take_in
@@ -81,6 +81,16 @@ def initialize(
     Raises ``ConfigError``, ``WorldSizeError``, ``PlanMismatch``, ``ModelError`` and the errors of ``schedules`` and
     ``partition`` when these cannot be trained together, before anything is built.
     """
+    if not isinstance(module, PipelineModule):
+        raise ModelError(
+            f"initialize takes a PipelineModule, not a {type(module).__name__}; make one of a list of layers, or of an "
+            "nn.Sequential, and of a loss: PipelineModule(layers, loss_fn)"
+        )
+    if optimizer is not None and not callable(optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__} that exists already; give its class, or a function that makes "
+            "one, since each rank makes its own for what it holds: lambda groups: torch.optim.SGD(groups, lr=0.1)"
+        )
     settings = PipelineConfig.load(config)
     set_threads(settings.threads)
     return Engine(
