@@ -46,19 +46,21 @@ def main() -> int:
 def worker(name: str, micro_batches: int) -> None:
     import torch
 
-    from benchmarks.sleeping_layers import Sleep, wake_exactly
+    from benchmarks.sleeping_layers import Sleep, stay_on_a_core, wake_exactly
     from pipeline import LayerSpec, PipelineModule, initialize
     from pipeline.profiler import measure_hop
     from schedules import Costs, simulate
 
     wake_exactly()
+    stay_on_a_core(int(os.environ["RANK"]))
     name, _, stages = name.partition(":")
     per_rank = int(stages or 1)
     world = int(os.environ["WORLD_SIZE"])
     share = SECONDS / per_rank
+    last = world * per_rank - 1
     module = PipelineModule(
-        [LayerSpec(Sleep, share, share, share) for _ in range(world * per_rank)],
-        loss_fn=lambda output, target: output.mean(),
+        [LayerSpec(Sleep, share, share, share, last=i == last) for i in range(last + 1)],
+        loss_fn=lambda output, target: output,
     )
     config = {"schedule": name, "stages_per_rank": per_rank, "micro_batches": micro_batches, "partition": "uniform"}
     engine = initialize(module, config=config, optimizer=torch.optim.SGD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 from typing import Any
@@ -19,6 +20,13 @@ def wake_exactly() -> None:
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, in nanoseconds
 
 
+def stay_on_a_core(rank: int) -> None:
+    """Keep this rank on one core, ranks dealt out in turn: it finds there what its last action left in the cache."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
 def sleep_until(moment: float) -> None:
     """Sleep until a moment of ``time.perf_counter``; the last of it is spent awake, so that it is not missed."""
     remaining = moment - time.perf_counter() - _INEXACT
@@ -31,64 +39,43 @@ def sleep_until(moment: float) -> None:
 class Sleep(nn.Module):
     """Takes ``forward``, ``input_grad`` and ``weight_grad`` seconds; the last as work of the layer's own queue.
 
-    The small linear layer inside gives it a weight, whose split backward tells where W runs.  What it computes is
-    part of the times; what a runtime does around the layer is not.
+    Nothing is computed: what a runtime does around the layer is all there is beside its times.  Of the linear layer
+    only the place is used where the engine tells it of the queue, so that there is a W wherever a schedule puts it.
     """
 
-    def __init__(self, forward: float, input_grad: float, weight_grad: float, size: int = 8) -> None:
+    def __init__(self, forward: float, input_grad: float, weight_grad: float, *, last: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(size, size)
+        self.linear = nn.Linear(8, 8)
         self.times = (forward, input_grad, weight_grad)
+        self.last = last  # gives one number, so that there is nothing left to do for a loss
 
     def forward(self, x: Tensor) -> Tensor:
         end = time.perf_counter() + self.times[0]
         binding = getattr(self.linear.__dict__.get("forward"), "binding", None)
-        passage = _Passage(*self.times[1:], binding.current if binding is not None else None)
-        y: Tensor = _Begins.apply(self.linear(_Ends.apply(x, passage, _ANCHOR)), passage)
+        y: Tensor = _Sleeping.apply(x, _ANCHOR, self.times, None if binding is None else binding.current)
+        y = y.sum() if self.last else y
         sleep_until(end)
         return y
 
 
-class _Passage:
-    """One micro-batch's backward through a layer: it begins, the linear layer's own comes, it ends."""
+class _Sleeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, times: tuple[float, float, float], queue: Any) -> Tensor:
+        ctx.times, ctx.queue = times, queue
+        return x.clone()
 
-    def __init__(self, input_grad: float, weight_grad: float, queue: Any) -> None:
-        self.input_grad, self.weight_grad, self.queue = input_grad, weight_grad, queue
-        self.began = 0.0
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        sleep_until(time.perf_counter() + ctx.times[1])
 
-    def end(self) -> None:
-        sleep_until(self.began + self.input_grad)
-        if self.queue is None:
-            self.sleep_for_weights()
+        def sleep_for_weights() -> None:
+            sleep_until(time.perf_counter() + ctx.times[2])
+
+        if ctx.queue is None:
+            sleep_for_weights()
         else:
-            self.queue.defer(self.sleep_for_weights)
-
-    def sleep_for_weights(self) -> None:
-        sleep_until(time.perf_counter() + self.weight_grad)
+            ctx.queue.defer(sleep_for_weights)
+        return dy, None, None, None
 
 
-class _Begins(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, passage: _Passage) -> Tensor:
-        ctx.passage = passage
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        ctx.passage.began = time.perf_counter()
-        return dy, None
-
-
-_ANCHOR = torch.zeros((), requires_grad=True)  # so that the first layer, whose input needs no gradient, has an end too
-
-
-class _Ends(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, passage: _Passage, anchor: Tensor) -> Tensor:
-        ctx.passage = passage
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.passage.end()
-        return dy, None, None
+_ANCHOR = torch.zeros((), requires_grad=True)  # so that the first layer, whose input needs no gradient, has a graph too

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import DataError, EndOfData
+from pipeline.links.tree import sum_over_ranks
 from pipeline.mesh import Mesh
 
 __all__ = ["Call", "Closing", "Opening", "Report", "close", "open_step"]
@@ -48,7 +49,7 @@ def open_step(
     call: Call,
     error: Exception | None,
 ) -> Opening:
-    """Agree on the step over all ranks, in one all-reduce.
+    """Agree on the step over all ranks, in one sum.
 
     ``count`` is the number of micro-batches this rank has read, None where it reads none, and ``error`` what it met
     while it read them; ``weights`` and ``signatures`` are those of the micro-batches that leave, or enter, the model on
@@ -66,8 +67,7 @@ def open_step(
         for micro_batch, value in values.items():
             numbers[row, mesh.data_rank, micro_batch] = value
     vector = torch.cat([ranks.reshape(-1), numbers.reshape(-1)])
-    if mesh.size > 1:
-        mesh.world.all_reduce(vector)  # in host memory, where it is read
+    sum_over_ranks(mesh.link, vector)  # in host memory, where it is read
     calls, counts = vector[: ranks.numel()].view_as(ranks).t().tolist()
     _require_one_call([Call(int(c)) for c in calls])
     if _FAILED in counts:
@@ -158,7 +158,7 @@ def close(
     shares: Sequence[float],
     squared_norms: Sequence[Tensor | float],
 ) -> Closing:
-    """Agree on the end of a step over all ranks, in one all-reduce.
+    """Agree on the end of a step over all ranks, in one sum.
 
     ``losses`` are those of the micro-batches that left the model on this rank; ``squared_norms`` has one number a
     layer, 0 for the layers that another rank counts.
@@ -173,8 +173,7 @@ def close(
             terms[mesh.data_rank, micro_batch] = loss.double() * shares[micro_batch]
     norms = torch.tensor([float(n) for n in squared_norms], dtype=torch.float64)
     vector = torch.cat([ranks.reshape(-1), terms.reshape(-1), norms])
-    if mesh.size > 1:
-        mesh.world.all_reduce(vector)  # in host memory, where it is read
+    sum_over_ranks(mesh.link, vector)  # in host memory, where it is read
     ranks, terms, norms = vector.split([ranks.numel(), terms.numel(), norms.numel()])
     codes, failed, varied, rooted, stop, busy, span = ranks.view(mesh.size, len(row)).t().tolist()
     loss = torch.tensor(_summed(terms.reshape(-1).tolist()), dtype=torch.float64)

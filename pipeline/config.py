@@ -74,6 +74,10 @@ class PipelineConfig(BaseModel):
     threads: int = Field(1, ge=1)
     """Threads inside an operator, on each rank. Results are the same bits only for the same number."""
 
+    link: Literal["auto", "shm", "gloo"] = "auto"
+    """How messages in host memory go between the processes of one host: shm (through memory that they share, up to
+    1 MiB each), gloo (through sockets), or auto, which takes shm where the machine can."""
+
     receive_ahead: int = Field(2, ge=0)
     """Receives posted before they are needed, on each channel from one rank to another."""
 

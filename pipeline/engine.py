@@ -96,7 +96,7 @@ def initialize(
     return Engine(
         module,
         settings,
-        make_mesh(settings.data_parallel, device=settings.device, timeout=settings.timeout),
+        make_mesh(settings.data_parallel, device=settings.device, link=settings.link, timeout=settings.timeout),
         optimizer,
         lr_scheduler,
         param_groups,
@@ -354,7 +354,10 @@ class Engine:
                 train=train,
                 with_loss=call is not Call.FORWARD,
                 items=intake.items,
-                places=[Place(self.steps, mesh.data_rank * limit + i) for i in range(opening.micro_batches)],
+                places=[
+                    Place.at(self.config.seed, self.steps, mesh.data_rank * limit + i)
+                    for i in range(opening.micro_batches)
+                ],
                 shares=opening.shares,
                 forms=Forms(table, opening.signatures),
             )

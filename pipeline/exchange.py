@@ -140,7 +140,7 @@ def send_value(
         pending = _send_header(link, peer, form)
     elif not fits(value, agreed):
         raise FormVaried(at.stage)
-    return pending + [_send(link, peer, leaf.detach(), LANE_F) for leaf in value.leaves if isinstance(leaf, Tensor)]
+    return pending + [_send(link, peer, leaf, LANE_F) for leaf in value.leaves if isinstance(leaf, Tensor)]
 
 
 def send_gradients(

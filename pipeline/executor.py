@@ -25,9 +25,13 @@ __all__ = ["Executor"]
 
 
 class _Operation(NamedTuple):
-    """One instruction, compiled: wait for what it needs, then run it; ``slot`` is its place in the row, or -1."""
+    """One instruction, compiled: wait for what it needs, then run it; ``slot`` is its place in the row, or -1.
+
+    One that ``lasts`` is written on the board; starting a transfer is not.
+    """
 
     run: Callable[[], None]
+    lasts: bool = True
     waits: tuple[Callable[[], None], ...] = ()
     slot: int = -1
     action: Action | None = None
@@ -87,18 +91,20 @@ class Executor:
                 code.append(self._compute(instruction.action, slot))
                 slot += 1
             else:
-                code.append(_Operation(self._transfer(instruction)))
+                code.append(_Operation(self._transfer(instruction), instruction.op not in _STARTING))
         return code
 
     def _compute(self, action: Action, slot: int) -> _Operation:
-        stage, kind, micro_batch = action
-        run = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.I: self._input_gradients,
-            Kind.W: self._weight_gradients,
-        }[kind]
-        return _Operation(partial(run, self._stages[stage], micro_batch), self._waits(action), slot, action)
+        number, kind, micro_batch = action
+        stage, previous = self._stages[number], self.schedule.previous_stage(number, micro_batch)
+        run: Callable[[], None]
+        if kind is Kind.F:
+            run = partial(self._forward, stage, micro_batch, previous, self.schedule.next_stage(number, micro_batch))
+        elif kind is Kind.W:
+            run = partial(self._weight_gradients, stage, micro_batch)
+        else:
+            run = partial(self._gradients, stage, micro_batch, previous, kind is Kind.I)
+        return _Operation(run, True, self._waits(action), slot, action)
 
     def _pair(self, pair: Pair, slot: int) -> list[_Operation]:
         """Two actions as one instruction: wait for both, run both, one stamp from the first to the second."""
@@ -109,7 +115,7 @@ class Executor:
             first.run()
             second.run()
 
-        return [_Operation(run, both, slot, pair.first)]
+        return [_Operation(run, True, both, slot, pair.first)]
 
     def _waits(self, action: Action) -> tuple[Callable[[], None], ...]:
         stage, kind, micro_batch = action
@@ -163,8 +169,9 @@ class Executor:
         try:
             for inbox in self._inboxes.values():
                 inbox.open(step.forms)
-            for index, (run, waits, slot, action) in enumerate(self.code):
-                board.at(index)
+            for index, (run, lasts, waits, slot, action) in enumerate(self.code):
+                if lasts:
+                    board.at(index)
                 for wait in waits:
                     wait()
                 if slot >= 0:
@@ -224,11 +231,9 @@ class Executor:
 
     # -- computing -------------------------------------------------------------------------------------------
 
-    def _forward(self, stage: Stage, micro_batch: int) -> None:
-        step, number = self._step, stage.number
-        key = (number, micro_batch)
-        previous = self.schedule.previous_stage(number, micro_batch)
-        following = self.schedule.next_stage(number, micro_batch)
+    def _forward(self, stage: Stage, micro_batch: int, previous: int | None, following: int | None) -> None:
+        step = self._step
+        key = (stage.number, micro_batch)
         value = entering(step.items[micro_batch].inputs) if previous is None else step.values.pop(key)
         passage = step.passes[key] = StagePass()
         targets = step.items[micro_batch].targets if following is None and step.with_loss else None
@@ -238,8 +243,8 @@ class Executor:
             output, result = stage.infer(value, step.places[micro_batch], passage, targets, step.with_loss)
             del step.passes[key]
         passage.needs_gradient = output.needs_gradient
-        self._step.rooted |= bool(passage.losses)
         for name, loss in passage.losses:
+            step.rooted = True
             by_micro_batch = step.added.setdefault(name, {})
             before = by_micro_batch.get(micro_batch)
             by_micro_batch[micro_batch] = loss if before is None else before + loss
@@ -252,29 +257,25 @@ class Executor:
 
     def _finish_route(self, output: Value, result: Value, micro_batch: int) -> None:
         if self._step.with_loss:
-            self._step.losses[micro_batch] = result.leaves[0].detach().reshape(())
+            loss = result.leaves[0].detach()
+            self._step.losses[micro_batch] = loss.reshape(()) if loss.dim() else loss
             self._step.rooted |= result.needs_gradient[0]
         else:
             leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
             self._step.outputs[micro_batch] = unflatten(leaves, output.structure)
 
-    def _backward(self, stage: Stage, micro_batch: int) -> None:
-        self._gradients(stage, micro_batch, defer=False)
-        del self._step.passes[stage.number, micro_batch]
-
-    def _input_gradients(self, stage: Stage, micro_batch: int) -> None:
-        self._gradients(stage, micro_batch, defer=True)
-
     def _weight_gradients(self, stage: Stage, micro_batch: int) -> None:
         stage.weight_gradients(self._step.passes[stage.number, micro_batch])
         del self._step.passes[stage.number, micro_batch]
 
-    def _gradients(self, stage: Stage, micro_batch: int, *, defer: bool) -> None:
+    def _gradients(self, stage: Stage, micro_batch: int, previous: int | None, defer: bool) -> None:
+        """An I, which leaves the weights' gradients to its W, or a B, which does not."""
         step = self._step
         key = (stage.number, micro_batch)
         gradients = step.gradients.pop(key, ())
         result = stage.backward(step.passes[key], gradients, step.shares[micro_batch], defer=defer)
-        previous = self.schedule.previous_stage(*key)
+        if not defer:
+            del step.passes[key]
         if previous is None:
             return
         if self.schedule.rank_of_stage[previous] == self.rank:
@@ -305,6 +306,7 @@ class Executor:
 
 _LANES: tuple[tuple[int, Literal["F", "B"]], ...] = ((LANE_F, "F"), (LANE_B, "B"))
 _COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+_STARTING = frozenset({Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B})
 
 
 def _crossing(message: tuple[Action, Action], lane: int) -> Crossing:

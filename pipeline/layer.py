@@ -17,7 +17,7 @@ from pipeline.gradients.binding import Binding
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.queue import WeightGradQueue
 from pipeline.losses import collected_losses
-from pipeline.random_state import key, preserved, seed_generator
+from pipeline.random_state import absorbed, preserved
 from pipeline.shapes import Order, Value, flatten, in_order, memory_order, settled, unflatten
 
 __all__ = ["Layer", "LayerCall", "Place", "RandomSource"]
@@ -26,10 +26,14 @@ Gradients = Sequence[Tensor | None]
 
 
 class Place(NamedTuple):
-    """Where in training a forward happens: with the seed and the layer it fixes the random numbers drawn."""
+    """Where in training a forward happens; with the layer's index it fixes the random numbers drawn."""
 
     step: int
-    micro_batch: int
+    random_state: int  # that has absorbed the seed, the step and the micro-batch
+
+    @staticmethod
+    def at(seed: int, step: int, micro_batch: int) -> Place:
+        return Place(step, absorbed(absorbed(absorbed(0, seed), step), micro_batch))
 
 
 class RandomSource(NamedTuple):
@@ -74,7 +78,12 @@ class _Gate(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
+# Nor does the node in the graph need the frame of Python that knows older spellings of backward.
+_Gate._backward_cls.apply = _Gate.backward  # type: ignore[attr-defined]
 _ANCHOR = torch.zeros((), requires_grad=True)  # what makes autograd record the gate; it never gets a gradient
+
+# What torch.autograd.backward comes to, without its checks of arguments: these have the shapes of their outputs.
+_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 # Function.apply adds a Python frame for torch.func transforms, which the engine never runs under.
 _pass_gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Gate).apply
@@ -84,10 +93,10 @@ def _gate(value: Value, call: LayerCall) -> list[Any]:
     """The leaves of ``value`` as inputs of a graph of its own; those without gradient are handed on as they are."""
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
     inputs = [leaf for leaf, needs in zip(leaves, value.needs_gradient, strict=True) if needs]
-    call.gradients = (None,) * len(inputs)
-    call.orders = tuple(map(memory_order, inputs))
     if inputs:
-        versions = tuple(leaf._version for leaf in inputs)
+        call.gradients = (None,) * len(inputs)
+        call.orders = tuple([memory_order(leaf) for leaf in inputs])
+        versions = tuple([leaf._version for leaf in inputs])
         _pass_gate(call, _ANCHOR, *inputs)
         # Passing the gate changes nothing, so the layer before must not see its saved output as modified.
         torch._C._autograd._unsafe_set_version_counter(tuple(inputs), versions)
@@ -123,6 +132,7 @@ class Layer:
         self.binding = binding
         self.recompute = recompute
         self._spares_input = spares_input or recompute
+        self._generator = generator_of(random.device)
         self._random = random
         self.buffers = Buffers(module)
         self._drew: dict[bool, tuple[int, bool]] = {}  # by training mode: in which step, whether; only under a lock
@@ -143,15 +153,15 @@ class Layer:
         with torch.no_grad():
             leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
             out, structure = flatten(self._run(leaves, value, place, losses))
-            return Value(self._handed_on(out), structure, (False,) * len(out)), losses
+            return Value([self._handed_on(leaf) for leaf in out], structure, (False,) * len(out)), losses
 
     def _forward_with_graph(self, value: Value, call: LayerCall) -> Value:
         leaves = _gate(value, call)
         with nullcontext() if self.binding is None else self.binding.forward(call.queue):
             out, structure = flatten(self._run(leaves, value, call.place, call.losses))
-        needs = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out)
+        needs = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out])
         call.outputs = [leaf for leaf, need in zip(out, needs, strict=True) if need]
-        return Value(self._handed_on(out), structure, needs)
+        return Value([self._handed_on(leaf) for leaf in out], structure, needs)
 
     def _forward_to_recompute(self, value: Value, call: LayerCall) -> Value:
         """Keep the input and drop the graph, without which nobody could tell which outputs need a gradient."""
@@ -162,23 +172,24 @@ class Layer:
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
         return Value(leaves, output.structure, output.needs_gradient)
 
-    def _handed_on(self, leaves: Sequence[Any]) -> list[Any]:
-        """The outputs as the next layer gets them: dense, and in memory that this layer does not use again."""
-        return [self._settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def _settled(self, leaf: Tensor) -> Tensor:
+    def _handed_on(self, leaf: Any) -> Any:
+        """An output as the next layer gets it: dense, and in memory that this layer does not use again."""
+        if not isinstance(leaf, Tensor):
+            return leaf
         return leaf.clone() if not leaf.requires_grad and self.buffers.hold(leaf) else settled(leaf)
 
     def _run(self, leaves: list[Any], value: Value, place: Place, losses: list[tuple[str, Tensor]]) -> Any:
+        if not self._spares_input:
+            with collected_losses(losses):
+                return self._run_seeded(unflatten(leaves, value.structure), place)
         mode = self.module is not None and self.module.training
         changes = self._changes_input.get(mode, True)
-        if self._spares_input and changes:
+        if changes:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        before = _versions(leaves) if self._spares_input else []
+        before = _versions(leaves)
         with collected_losses(losses):
             result = self._run_seeded(unflatten(leaves, value.structure), place)
-        if self._spares_input:
-            self._note_changes(mode, _versions(leaves) != before, spared=changes)
+        self._note_changes(mode, _versions(leaves) != before, spared=changes)
         return result
 
     def _note_changes(self, mode: bool, changed: bool, *, spared: bool) -> None:
@@ -195,15 +206,14 @@ class Layer:
         Where ranks are threads of one process they share a generator: a layer that draws runs under the lock, and so
         does every layer once a step, to see whether it draws.
         """
-        random = self._random
-        seed = key(random.seed, place.step, place.micro_batch, self.index)
+        random, generator = self._random, self._generator
+        seed = absorbed(place.random_state, self.index)
         if random.lock is None:
-            seed_generator(random.device, seed)
+            generator.manual_seed(seed)
             return self.function(argument)
         mode = self.module is not None and self.module.training
         if self._drew.get(mode) == (place.step, False):
             return self.function(argument)
-        generator = generator_of(random.device)
         with random.lock, preserved(random.device):
             generator.manual_seed(seed)
             before = generator.get_state()
@@ -224,12 +234,13 @@ class Layer:
         if call.kept is not None:
             self._recompute(call, call.kept)
         pairs = [(out, g) for out, g in zip(call.outputs, gradients, strict=True) if g is not None]
-        if loss_scale:
+        if call.losses and loss_scale:
             pairs += [(loss, torch.full_like(loss, loss_scale)) for _, loss in call.losses if loss.requires_grad]
         call.outputs, call.losses = [], []
         if pairs:
+            roots, given = zip(*pairs, strict=True)
             with nullcontext() if self.binding is None else self.binding.backward(call.queue, inline=not defer):
-                torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
+                _run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         caught, call.gradients = call.gradients, ()
         return [g if g is None else in_order(g, order) for g, order in zip(caught, call.orders, strict=True)]
 

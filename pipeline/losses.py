@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -33,12 +31,17 @@ def add_loss(name: str, value: Tensor) -> None:
         into.append((name, value.reshape(())))
 
 
-@contextmanager
-def collected_losses(into: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """While open, this thread's ``add_loss`` calls are appended to ``into``."""
-    outer = getattr(_active, "losses", None)
-    _active.losses = into
-    try:
-        yield
-    finally:
-        _active.losses = outer
+class collected_losses:
+    """A context in which this thread's ``add_loss`` calls are appended to ``into``."""
+
+    __slots__ = ("_into", "_outer")
+
+    def __init__(self, into: list[tuple[str, Tensor]]) -> None:
+        self._into = into
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_active, "losses", None)
+        _active.losses = self._into
+
+    def __exit__(self, *_: object) -> None:
+        _active.losses = self._outer

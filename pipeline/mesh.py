@@ -53,16 +53,21 @@ class Mesh:
         return data_rank * self.pipe + pipe_rank
 
 
-def make_mesh(data_parallel: int = 1, *, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> Mesh:
+def make_mesh(
+    data_parallel: int = 1, *, device: str = "auto", link: str = "auto", timeout: float = DEFAULT_TIMEOUT
+) -> Mesh:
     """Arrange the ranks there are in ``data_parallel`` pipelines.  Collective over all of them.
 
     Inside of ``run_local`` the ranks are its threads.  Else, when torchrun has started this process or a
     process group exists, they are processes; the group is made here, and unmade at exit, if there is none.
     Else there is one rank.
 
-    ``device`` is auto, cpu or cuda.  ``timeout`` is how many seconds one process waits for another in a
-    transfer or collective; threads have the timeout of ``run_local``.  Raises ``WorldSizeError`` when
-    ``data_parallel`` does not divide the number of ranks, and ``PlanMismatch`` when ranks give different ones.
+    ``device`` is auto, cpu or cuda; ``link`` is auto, shm or gloo, and says how small messages in host memory go
+    between processes of one host.  ``timeout`` is how many seconds one process waits for another in a
+    transfer or collective; threads have the timeout of ``run_local``.
+
+    Raises ``WorldSizeError`` when ``data_parallel`` does not divide the number of ranks, ``ConfigError`` for a
+    device or link that is not to be had here, and ``PlanMismatch`` when ranks give different ones.
     """
     if data_parallel < 1:
         raise ConfigError(f"data_parallel is {data_parallel}; it must be 1 or more")
@@ -71,7 +76,7 @@ def make_mesh(data_parallel: int = 1, *, device: str = "auto", timeout: float = 
     if threads is not None:
         transport, place = threads, thread_device(device, threads.link.rank)
     elif distributed.available():
-        transport = processes = distributed.connect(device, timeout)
+        transport = processes = distributed.connect(device, link, timeout)
         place = processes.device
     else:
         transport, place = local.single(), thread_device(device, 0)

@@ -19,7 +19,7 @@ from pipeline.device import set_threads, synchronise
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.split import split
 from pipeline.layer import Layer, Place, RandomSource
-from pipeline.links.protocol import LANE_CONTROL
+from pipeline.links.protocol import LANE_F
 from pipeline.mesh import Mesh, make_mesh
 from pipeline.module import PipelineModule
 from pipeline.random_state import preserved
@@ -116,7 +116,7 @@ def _measure(layer: Layer, value: Value, kind: str, mesh: Mesh, runs: int) -> tu
     times = []
     for _ in range(_WARM_UP_RUNS + runs):
         started = _now(mesh)
-        output, call = layer.forward(value, Place(0, 0))
+        output, call = layer.forward(value, Place.at(0, 0, 0))
         ones = [
             torch.ones_like(leaf) for leaf, needs in zip(output.leaves, output.needs_gradient, strict=True) if needs
         ]
@@ -169,7 +169,7 @@ def _kept_bytes(layer: Layer, value: Value, parameters: Sequence[Tensor]) -> int
                 keep(leaf)
     else:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            layer.forward(value, Place(0, 0))
+            layer.forward(value, Place.at(0, 0, 0))
     for parameter in parameters:
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(storages.values())
@@ -205,10 +205,10 @@ def _round_trip(mesh: Mesh, peer: int, size: int) -> float:
     ball = torch.zeros(max(size, 1), dtype=torch.uint8, device=mesh.device)
     started = time.perf_counter()
     if mesh.pipe_rank == 0:
-        mesh.link.send(peer, ball, LANE_CONTROL).wait()
-        mesh.link.receive(peer, ball, LANE_CONTROL).wait()
+        mesh.link.send(peer, ball, LANE_F).wait()
+        mesh.link.receive(peer, ball, LANE_F).wait()
     else:
-        mesh.link.receive(peer, ball, LANE_CONTROL).wait()
-        mesh.link.send(peer, ball, LANE_CONTROL).wait()
+        mesh.link.receive(peer, ball, LANE_F).wait()
+        mesh.link.send(peer, ball, LANE_F).wait()
     synchronise(mesh.device)
     return time.perf_counter() - started

@@ -15,14 +15,19 @@ _MASK = (1 << 64) - 1
 def key(seed: int, step: int, micro_batch: int, layer: int) -> int:
     """A 64-bit seed for one layer's work on one micro-batch; equal on every machine and in every version.
 
-    Each number (any integer, taken modulo 2^64) is absorbed in turn by the finaliser of SplitMix64 (Steele,
-    Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), under which every bit of
-    the input moves about half of the bits of the result.
+    Each number (any integer, taken modulo 2^64) is absorbed in turn.
     """
-    state = 0
-    for number in (seed, step, micro_batch, layer):
-        state = _mix((state + 0x9E3779B97F4A7C15 + (number & _MASK)) & _MASK)
-    return state
+    return absorbed(absorbed(absorbed(absorbed(0, seed), step), micro_batch), layer)
+
+
+def absorbed(state: int, number: int) -> int:
+    """The state after one number more, by the finaliser of SplitMix64, under which every bit of the input moves about
+    half of the bits of the result (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA
+    2014)."""
+    value = (state + 0x9E3779B97F4A7C15 + number) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
 
 
 def seed_generator(device: torch.device, key: int) -> None:
@@ -44,9 +49,3 @@ def preserved(device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
-
-
-def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

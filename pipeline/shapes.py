@@ -107,10 +107,17 @@ class Value(NamedTuple):
     needs_gradient: tuple[bool, ...]
 
 
+_PAIR = tree_flatten((None, None))[1]
+
+
 def flatten(value: Any) -> tuple[list[Any], TreeSpec | None]:
     """The leaves of a nesting of tensors, and its structure; a lone tensor is its own leaf."""
     if isinstance(value, Tensor):
         return [value], None
+    if type(value) is tuple and len(value) == 2 and isinstance(value[0], Tensor):  # the commonest, without a search
+        second = value[1]
+        if second is None or (isinstance(second, Tensor) and second is not value[0]):
+            return [value[0], second], _PAIR
     leaves, structure = tree_flatten(value)
     places: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
@@ -123,6 +130,8 @@ def unflatten(leaves: Sequence[Any], structure: TreeSpec | None) -> Any:
     """The inverse of ``flatten``."""
     if structure is None:
         return leaves[0]
+    if structure is _PAIR:
+        return tuple(leaves)
     return tree_unflatten([leaves[x.place] if isinstance(x, Same) else x for x in leaves], structure)
 
 

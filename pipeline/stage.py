@@ -49,7 +49,8 @@ class Stage:
             passage.current = layer
             value, call = layer.forward(value, place)
             passage.calls.append(call)
-            passage.losses += [(name, loss.detach()) for name, loss in call.losses]
+            if call.losses:
+                passage.losses += [(name, loss.detach()) for name, loss in call.losses]
         result = value
         if self.loss is not None:
             passage.current = self.loss

@@ -14,12 +14,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.device import backend_of, bound, process_device, uses_streams
+from pipeline.errors import ConfigError
+from pipeline.links import shared_link
 from pipeline.links.distributed_group import DistributedGroup
 from pipeline.links.distributed_link import PairLink, TaggedLink
 from pipeline.links.host_memory import shared_bytes
 from pipeline.links.local_group import alone
 from pipeline.links.protocol import Group, own_part
 from pipeline.links.relay import relay_between_hosts
+from pipeline.links.shared_link import SharedLink
 from pipeline.watch import BYTES_PER_RANK, At, Board
 
 if TYPE_CHECKING:
@@ -43,24 +46,35 @@ def available() -> bool:
     return all(name in os.environ for name in _ENVIRONMENT) and os.environ["WORLD_SIZE"] != "1"
 
 
-def connect(device: str, timeout: float) -> DistributedTransport:
+def connect(device: str, link: str, timeout: float) -> DistributedTransport:
     """This process's transport.  Collective over all processes.
 
     The default process group is made if there is none, and unmade when the process ends.  ``device`` is
-    auto, cpu or cuda; ``timeout`` is how many seconds a wait for another rank may take.
+    auto, cpu or cuda, ``link`` is auto, shm or gloo; ``timeout`` is how many seconds a wait for another rank may take.
     """
+    kind = _kind_of_link(link)
     place, fresh = _initialize(device, timeout)
     group = cast(dist.ProcessGroup, dist.group.WORLD)
     for transport in tuple(_connected):
         if transport.process_group is not group:
             _connected.remove(transport)
-        elif transport.device == place and transport.timeout == timeout:
+        elif (transport.device, transport.kind, transport.timeout) == (place, kind, timeout):
             return transport
     if not _connected:
         atexit.register(_leave)
-    transport = DistributedTransport(group, fresh, place, timeout)
+    transport = DistributedTransport(group, fresh, place, kind, timeout)
     _connected.append(transport)
     return transport
+
+
+def _kind_of_link(wanted: str) -> str:
+    """shm or gloo."""
+    if wanted not in ("auto", "shm", "gloo"):
+        raise ConfigError(f"link is {wanted!r}; it must be one of auto, shm, gloo")
+    possible = shared_link.is_possible()
+    if wanted == "shm" and not possible:
+        raise ConfigError("link is 'shm', which needs Linux on an x86-64 processor; set link to auto or gloo")
+    return "shm" if possible and wanted != "gloo" else "gloo"
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -112,6 +126,7 @@ class DistributedTransport:
         "_groups",
         "board",
         "device",
+        "kind",
         "link",
         "process_group",
         "random_lock",
@@ -121,8 +136,11 @@ class DistributedTransport:
         "world",
     )
 
-    def __init__(self, default: dist.ProcessGroup, fresh: bool, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, default: dist.ProcessGroup, fresh: bool, device: torch.device, kind: str, timeout: float
+    ) -> None:
         self.device = device
+        self.kind = kind
         self.timeout = timeout
         self.process_group = default
         self.random_lock = None
@@ -133,9 +151,14 @@ class DistributedTransport:
         self.world = self._group(world, everyone)
         self._groups: dict[tuple[tuple[int, ...], ...], Group] = {(everyone,): self.world}
         tagged = TaggedLink(world, rank, ranks, timeout)
-        self.link: TaggedLink | PairLink = PairLink(tagged, device) if uses_streams(device) else tagged
         self.board = Board(shared_bytes(self.world, BYTES_PER_RANK * ranks), rank)
-        self.relay = relay_between_hosts(self.board, self._hosts(), world.get_group_store())
+        hosts = self._hosts()
+        self.link: TaggedLink | PairLink | SharedLink = tagged
+        if uses_streams(device):
+            self.link = PairLink(tagged, device)
+        elif kind == "shm":
+            self.link = SharedLink(tagged, self.world, next(host for host in hosts if rank in host))
+        self.relay = relay_between_hosts(self.board, hosts, world.get_group_store())
 
     def _hosts(self) -> list[tuple[int, ...]]:
         """The ranks of each host: those that see each other on its board."""

@@ -13,7 +13,7 @@ from pipeline.device import bound, on_host, transfer_backend
 from pipeline.errors import LinkError, RankDied, TransferTimeout
 from pipeline.links.protocol import Pending, not_a_peer, wait_text
 
-__all__ = ["PairLink", "TaggedLink", "translated"]
+__all__ = ["PairLink", "TaggedLink", "gave_up", "translated"]
 
 
 class _Transfer:
@@ -181,12 +181,17 @@ def translated(
     """What an error of the backend means; ``what`` completes "rank 0 waits ..."."""
     text = str(error).lower()
     if "pair closure" in text:
-        return LinkError(f"rank {rank} waited {what}, but can exchange nothing since it gave up an earlier wait")
+        return gave_up(rank, what)
     if "timed out" in text or "timeout" in text:
         return TransferTimeout(rank, peer, lane, what, seconds)
     if any(sign in text for sign in _SIGNS_OF_DEATH):
         return RankDied(rank, peer, lane, what)
     return LinkError(f"rank {rank} waited {what}: {error}")
+
+
+def gave_up(rank: int, what: str) -> LinkError:
+    """What comes after a wait that has timed out."""
+    return LinkError(f"rank {rank} waited {what}, but can exchange nothing since it gave up an earlier wait")
 
 
 _SIGNS_OF_DEATH = (

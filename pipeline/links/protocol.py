@@ -13,6 +13,7 @@ from pipeline.watch import Board
 
 __all__ = [
     "DONE",
+    "LANE_AGREEMENT",
     "LANE_B",
     "LANE_CONTROL",
     "LANE_F",
@@ -26,8 +27,8 @@ __all__ = [
     "wait_text",
 ]
 
-LANE_F, LANE_B, LANE_CONTROL = 0, 1, 2
-_LANE_NAMES = {LANE_F: "F", LANE_B: "B", LANE_CONTROL: "control"}
+LANE_F, LANE_B, LANE_CONTROL, LANE_AGREEMENT = range(4)
+_LANE_NAMES = {LANE_F: "F", LANE_B: "B", LANE_CONTROL: "control", LANE_AGREEMENT: "agreement"}
 
 
 class Pending(Protocol):

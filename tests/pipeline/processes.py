@@ -57,12 +57,18 @@ class Outcome:
     seconds: float
 
 
-def run_processes(worker: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_processes(
+    worker: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float = 60.0,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Call ``worker(*args)`` on every rank, each a process; the results in rank order.
 
     Fails with the tracebacks and the output of all ranks when one raises, dies, or does not end in time.
     """
-    outcomes = try_processes(worker, ranks, *args, timeout=timeout)
+    outcomes = try_processes(worker, ranks, *args, timeout=timeout, environment=environment)
     if any(outcome.error is not None or outcome.exit_code != 0 for outcome in outcomes):
         raise AssertionError("\n".join(_story(outcome) for outcome in outcomes))
     return [outcome.result for outcome in outcomes]

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +30,37 @@ from pipeline.errors import (
 from pipeline.links.distributed_link import PairLink
 from pipeline.links.local import run_local
 from pipeline.links.protocol import LANE_B, LANE_CONTROL, LANE_F
+from pipeline.links.ring import Ring
+from pipeline.links.shared_link import is_possible
+from pipeline.links.tree import parent_and_children, sum_over_ranks
 from pipeline.mesh import Mesh, make_mesh
 from tests.pipeline.processes import run_processes, try_processes
 
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(params=[run_local, run_processes], ids=["threads", "processes"])
+@pytest.fixture(params=["threads", "processes", "processes that share memory"])
 def run(request: pytest.FixtureRequest) -> Run:
-    return request.param  # type: ignore[no-any-return]
+    if request.param == "threads":
+        return run_local
+    link = "shm" if "share" in request.param else "gloo"
+    if link == "shm" and not is_possible():
+        pytest.skip("no link through shared memory on this kind of machine")
+    return partial(run_processes, environment={"TEST_LINK": link})
+
+
+def _mesh() -> Mesh:
+    """The mesh of a test's rank, with every pair connected."""
+    mesh = make_mesh(device="cpu", link=os.environ.get("TEST_LINK", "auto"))
+    mesh.link.connect([(a, b) for a in range(mesh.size) for b in range(mesh.size) if a != b])
+    return mesh
 
 
 # -- messages ------------------------------------------------------------------------------------------------
 
 
 def _ring() -> list[float]:
-    mesh = make_mesh(device="cpu")
+    mesh = _mesh()
     following, previous = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
     buffer = torch.empty(2, 2)
     receiving = mesh.link.receive(previous, buffer, LANE_F)
@@ -61,7 +77,7 @@ def test_a_message_fills_the_posted_buffer(run: Run, ranks: int) -> None:
 
 def _many(count: int) -> tuple[list[int], list[int]]:
     """Rank 0 sends on lanes F and B alternately; rank 1 takes all of B before it takes F from the end."""
-    mesh = make_mesh(device="cpu")
+    mesh = _mesh()
     lanes = (LANE_F, LANE_B)
     if mesh.rank == 0:
         sent = [torch.tensor([n]) for n in range(2 * count)]
@@ -84,7 +100,7 @@ def test_each_lane_is_in_order_and_waits_may_come_in_any(run: Run) -> None:
 
 def _unposted() -> list[int]:
     """A message that nobody has posted for keeps no other lane, direction or peer from going on."""
-    mesh = make_mesh(device="cpu")
+    mesh = _mesh()
     link = mesh.link
     got = torch.zeros(1, dtype=torch.int64)
     if mesh.rank == 0:
@@ -120,7 +136,7 @@ _MESSAGES = [
 
 
 def _types() -> list[bool]:
-    mesh = make_mesh(device="cpu")
+    mesh = _mesh()
     equal = []
     for message in _MESSAGES:
         if mesh.rank == 0:
@@ -138,7 +154,7 @@ def test_any_type_and_shape_of_tensor_arrives(run: Run) -> None:
 
 def _reuse() -> list[list[float]]:
     """The sender changes its tensor after the wait, and sends with a graph attached; the receiver's is its own."""
-    mesh = make_mesh(device="cpu")
+    mesh = _mesh()
     if mesh.rank == 0:
         tensor = torch.zeros(2, requires_grad=True) * 2
         for value in (1.0, 2.0):
@@ -183,11 +199,108 @@ def test_any_posting_order_delivers_in_order(messages: list[tuple[int, int]], ra
             assert numbers == list(range(messages.count(channel)))
 
 
+# -- through shared memory -----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 700), max_size=60), st.randoms(use_true_random=False))
+def test_a_ring_gives_out_places_that_do_not_meet(sizes: list[int], random: Any) -> None:
+    ring, held, taken = Ring(1024), [], 0
+    for size in sizes:
+        while held and random.random() < 0.4:
+            held.pop(0)
+            taken += 1
+        start = ring.place(size, taken)
+        if start < 0:
+            assert held, "an empty ring has room for whatever is not larger than itself"
+            continue
+        assert 0 <= start <= 1024 - size
+        assert all(start + size <= other or other + length <= start for other, length in held)
+        held.append((start, size))
+
+
+def test_a_ring_takes_back_and_starts_again_when_it_is_empty() -> None:
+    ring = Ring(256)
+    assert [ring.place(64, 0), ring.place(100, 0), ring.place(100, 0)] == [0, 64, -1]
+    ring.take_back()
+    assert [ring.place(192, 0), ring.place(1, 0)] == [64, -1]
+    assert [ring.place(64, 1), ring.place(64, 1)] == [0, -1]
+    assert ring.place(256, 3) == 0
+
+
+def _flood(count: int, size: int) -> int:
+    """Rank 0 sends more than the memory between the ranks holds; rank 1 posts for it later, and in between sends."""
+    mesh = _mesh()
+    total = 0
+    if mesh.rank == 0:
+        pending = [mesh.link.send(1, torch.full((size,), float(n)), LANE_F) for n in range(count)]
+        answer = torch.zeros(1)
+        mesh.link.receive(1, answer, LANE_B).wait()
+        for transfer in pending:
+            transfer.wait()
+        return int(answer)
+    mesh.link.send(0, torch.tensor([7.0]), LANE_B).wait()
+    for n in range(count):
+        buffer = torch.zeros(size)
+        mesh.link.receive(0, buffer, LANE_F).wait()
+        total += int((buffer == n).sum())
+    return total
+
+
+@pytest.mark.parametrize(("count", "size"), [(20, 200_000), (6000, 1), (40, 300_000)])
+def test_more_messages_than_fit_arrive_in_order(run: Run, count: int, size: int) -> None:
+    assert run(_flood, 2, count, size) == [7, count * size]
+
+
+def _unlike() -> str:
+    mesh = _mesh()
+    if mesh.rank == 0:
+        mesh.link.send(1, torch.zeros(3), LANE_F).wait()
+        return ""
+    with pytest.raises(MessageMismatch) as caught:
+        mesh.link.receive(0, torch.zeros(4), LANE_F).wait()
+    return str(caught.value)
+
+
+@pytest.mark.skipif(not is_possible(), reason="no link through shared memory on this kind of machine")
+def test_a_message_of_another_size_is_told_by_its_bytes() -> None:
+    assert run_processes(_unlike, 2, environment={"TEST_LINK": "shm"})[1] == (
+        "rank 1 had posted 16 bytes for the next message to receive from rank 0 on lane F, which has 12"
+    )
+
+
+# -- a sum over all ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
+def test_the_tree_has_each_rank_once_and_is_as_deep_as_the_number_of_its_bits(ranks: int) -> None:
+    depth = {0: 0}
+    for rank in range(ranks):
+        parent, children = parent_and_children(rank, ranks)
+        assert all(parent_and_children(child, ranks)[0] == rank for child in children)
+        if parent is not None:
+            depth[rank] = depth[parent] + 1
+    assert sorted(depth) == list(range(ranks))
+    assert max(depth.values()) <= (ranks - 1).bit_length()
+
+
+def _sum() -> list[float]:
+    mesh = _mesh()
+    vector = torch.tensor([1.0, float(mesh.rank)], dtype=torch.float64)
+    for _ in range(2):
+        sum_over_ranks(mesh.link, vector)
+    return vector.tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sum_over_all_ranks(run: Run, ranks: int) -> None:
+    assert run(_sum, ranks) == [[ranks**2, ranks * sum(range(ranks))]] * ranks
+
+
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
 def _to(peer: int) -> str:
-    link = make_mesh(device="cpu").link
+    link = _mesh().link
     try:
         link.send(peer, torch.zeros(1), LANE_F)
     except LinkError as error:
@@ -208,7 +321,7 @@ def test_a_world_of_one_has_nobody_to_send_to() -> None:
 
 
 def _mismatched(sent: Tensor, posted: Tensor, caught: list[str]) -> None:
-    link = make_mesh(device="cpu").link
+    link = _mesh().link
     pending = link.send(1, sent, LANE_F) if link.rank == 0 else link.receive(0, posted, LANE_F)
     try:
         pending.wait()
@@ -238,7 +351,7 @@ def test_the_same_elements_in_another_shape_are_no_mismatch() -> None:
 
 
 def _strided() -> None:
-    link = make_mesh(device="cpu").link
+    link = _mesh().link
     if link.rank == 0:
         link.send(1, torch.zeros(4, 4).t()[:2], LANE_F).wait()
     else:
@@ -254,7 +367,7 @@ def test_a_tensor_that_is_not_contiguous_is_refused(run: Run) -> None:
 
 
 def _collectives() -> dict[str, Any]:
-    mesh = make_mesh(device="cpu")
+    mesh = _mesh()
     world, rank, size = mesh.world, mesh.rank, mesh.size
     results: dict[str, Any] = {"ranks": world.ranks, "rank": world.rank}
     tensor = torch.tensor([1.0, float(rank)])
@@ -384,7 +497,7 @@ def test_parts_that_do_not_make_the_whole_are_refused() -> None:
 
 
 def _patient() -> tuple[tuple[int, int | None, int | None], bool, str, str]:
-    link = make_mesh(device="cpu").link
+    link = _mesh().link
     if link.rank == 1:
         time.sleep(1.0)
         return (1, None, None), True, "", ""
@@ -427,7 +540,7 @@ def test_a_collective_times_out_by_the_setting() -> None:
 
 
 def _one_raises(where: str) -> None:
-    mesh = make_mesh(device="cpu")
+    mesh = _mesh()
     if mesh.rank == 1:
         time.sleep(0.1)
         raise ValueError("the layer's own words")
@@ -460,7 +573,7 @@ def test_processes_notice_that_one_has_ended(where: str) -> None:
 
 
 def _one_dies() -> tuple[int, int | None, int | None, str]:
-    mesh = make_mesh(device="cpu")
+    mesh = _mesh()
     mesh.world.barrier()
     if mesh.rank == 1:
         os._exit(7)
