@@ -29,11 +29,12 @@ class Place(NamedTuple):
     """Where in training a forward happens; with the layer's index it fixes the random numbers drawn."""
 
     step: int
+    micro_batch: int
     random_state: int  # that has absorbed the seed, the step and the micro-batch
 
     @staticmethod
     def at(seed: int, step: int, micro_batch: int) -> Place:
-        return Place(step, absorbed(absorbed(absorbed(0, seed), step), micro_batch))
+        return Place(step, micro_batch, absorbed(absorbed(absorbed(0, seed), step), micro_batch))
 
 
 class RandomSource(NamedTuple):

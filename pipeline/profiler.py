@@ -30,6 +30,7 @@ __all__ = ["count_parameters", "measure_hop", "profile_alone", "profile_layers"]
 
 _WARM_UP_RUNS = 2
 _HOP_ROUNDS = 20
+_HOP_PAUSE = 0.005  # seconds
 
 
 def profile_layers(
@@ -189,20 +190,24 @@ def _count(module: PipelineModule, index: int, random: RandomSource) -> int:
 def measure_hop(mesh: Mesh, size: int) -> float:
     """Seconds that a message of ``size`` bytes takes from one rank to the next: half of a round trip.  Collective.
 
-    Ranks 0 and 1 of each pipeline play; all ranks return the mean over pipelines, 0 where a pipeline is one rank.
+    Each follows a pause, since in a step messages come to ranks that have waited, which takes longer.  Ranks 0 and 1
+    of each pipeline play; all ranks return the mean over pipelines, 0 where a pipeline is one rank.
     """
     mine = None
     firsts = [mesh.world_rank(data, 0) for data in range(mesh.data)] if mesh.pipe > 1 else []
     mesh.link.connect([pair for first in firsts for pair in ((first, first + 1), (first + 1, first))])
     if mesh.pipe > 1 and mesh.pipe_rank < 2:
         peer = mesh.world_rank(mesh.data_rank, 1 - mesh.pipe_rank)
-        mine = statistics.median(_round_trip(mesh, peer, size) for _ in range(_HOP_ROUNDS)) / 2
+        trips = [_round_trip(mesh, peer, size) for _ in range(_HOP_ROUNDS)]
+        mine = statistics.median(trips) / 2 if mesh.pipe_rank == 0 else None
     found = [hop for hop in mesh.world.all_gather_object(mine) if hop is not None]
     return statistics.fmean(found) if found else 0.0
 
 
 def _round_trip(mesh: Mesh, peer: int, size: int) -> float:
     ball = torch.zeros(max(size, 1), dtype=torch.uint8, device=mesh.device)
+    if mesh.pipe_rank == 0:
+        time.sleep(_HOP_PAUSE)
     started = time.perf_counter()
     if mesh.pipe_rank == 0:
         mesh.link.send(peer, ball, LANE_F).wait()

@@ -166,7 +166,7 @@ class SharedLink:
         self.rank = tagged.rank
         self.ranks = tagged.ranks
         self.timeout = tagged.timeout
-        self._tagged = tagged
+        self.tagged = tagged
         self._world = world
         self._neighbours = frozenset(neighbours)
         self._own_pipe, self._bells = _pipes(world, self.rank, neighbours)
@@ -215,13 +215,13 @@ class SharedLink:
         for file in (self._own_pipe, *self._bells.values()):
             with suppress(OSError):
                 os.close(file)
-        self._tagged.let_go()
+        self.tagged.let_go()
 
     def send(self, peer: int, tensor: Tensor, lane: int) -> Pending:
         outgoing = self._out.get((peer, lane))
         nbytes = tensor.nbytes
         if outgoing is None or nbytes > _LARGEST[lane]:
-            return self._tagged.send(peer, tensor, lane)
+            return self.tagged.send(peer, tensor, lane)
         if not tensor.is_contiguous():
             raise LinkError("a tensor to be sent must be contiguous")
         if not outgoing.waiting and outgoing.put(self.rank, tensor, nbytes):
@@ -235,7 +235,7 @@ class SharedLink:
     def receive(self, peer: int, buffer: Tensor, lane: int) -> Pending:
         incoming = self._in.get((peer, lane))
         if incoming is None or buffer.nbytes > _LARGEST[lane]:
-            return self._tagged.receive(peer, buffer, lane)
+            return self.tagged.receive(peer, buffer, lane)
         if not buffer.is_contiguous():
             raise LinkError("a tensor to be filled by a message must be contiguous")
         receiving = _Receiving(self, incoming, buffer)

@@ -312,6 +312,7 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
         "recompute": "every",
         "device": "cpu",
         "threads": 2,
+        "link": "gloo",
         "receive_ahead": 1,
         "timeout": 10.0,
     }
