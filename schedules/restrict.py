@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from schedules.schedule import Schedule
-from schedules.table import JOINED, KIND, MICRO_BATCH, F, Table
+from schedules.table import KIND, MICRO_BATCH, F, kept
 
 __all__ = ["forwards_of", "shortened"]
 
@@ -30,7 +28,7 @@ def _kept(schedule: Schedule, micro_batches: int, name: str, kind: int | None = 
         keep = table[:, MICRO_BATCH] < micro_batches
         if kind is not None:
             keep &= table[:, KIND] == kind
-        rows.append(_without_lone_partners(table, keep))
+        rows.append(kept(table, keep))
     return Schedule.from_rows(
         name,
         rows,
@@ -40,12 +38,3 @@ def _kept(schedule: Schedule, micro_batches: int, name: str, kind: int | None = 
         layer_group_of_stage=schedule.layer_group_of_stage,
         micro_batches=micro_batches,
     )
-
-
-def _without_lone_partners(table: Table, keep: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Table:
-    """The kept lines; an action whose partner in a pair is left out stands alone."""
-    joined = table[:, JOINED].astype(bool)
-    joined[:-1] &= keep[1:]
-    kept = table[keep].copy()
-    kept[:, JOINED] = joined[keep]
-    return kept
