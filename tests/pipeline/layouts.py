@@ -80,5 +80,5 @@ def layouts(
     for name in schedules or training_schedules():
         known = facts(name)
         for p, v, m in product(ranks, stages_per_rank, numbers):
-            if known.stages_per_rank.allow(v) and known.micro_batches.allow(p, v, m):
+            if known.stages_per_rank.allow(v) and known.ranks.allow(p, v, m) and known.micro_batches.allow(p, v, m):
                 yield Layout(name, p, v, m)
