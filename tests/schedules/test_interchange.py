@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +15,9 @@ from tests.schedules.strategies import legal_schedules
 
 
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("micro_batches", [1, 5, 8])
+@pytest.mark.parametrize("micro_batches", [2, 5, 8])
 def test_what_is_written_is_read_back(tmp_path: Path, name: str, micro_batches: int) -> None:
+    """With two micro-batches or more, so that both routes show where there are two."""
     schedule = build(name, ranks=4, micro_batches=micro_batches)
     schedule.to_csv(tmp_path / "order.csv")
     assert Schedule.from_csv(tmp_path / "order.csv", name=name) == schedule
@@ -86,35 +86,3 @@ def test_torch_reads_every_cell_as_we_mean_it() -> None:
         read = theirs._Action.from_str(str(entry))
         assert repr(read) == str(entry)
         assert read.is_compute_op
-
-
-@pytest.mark.parametrize(
-    ("name", "theirs", "stages_per_rank", "shapes"),
-    [
-        ("interleaved-1f1b", "ScheduleInterleaved1F1B", 2, [(4, 8), (4, 4), (4, 10), (4, 20), (3, 2)]),
-        ("interleaved-1f1b", "ScheduleInterleaved1F1B", 3, [(2, 6), (4, 12)]),
-        ("gpipe", "ScheduleGPipe", 1, [(4, 8), (3, 2)]),
-    ],
-)
-def test_the_orders_of_torch(name: str, theirs: str, stages_per_rank: int, shapes: list[tuple[int, int]]) -> None:
-    """Row for row, where torch allows the shape: its number of micro-batches is a multiple of its rounds."""
-    module = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for ranks, micro_batches in shapes:
-        order = _order_of_torch(getattr(module, theirs), ranks, stages_per_rank, micro_batches)
-        schedule = build(name, ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
-        assert [list(map(str, row)) for row in schedule.rows] == order
-
-
-def _order_of_torch(kind: type[Any], ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[str]]:
-    """The action lists of a schedule class, without its stages or process groups."""
-    made = object.__new__(kind)
-    made.__dict__.update(
-        pp_group_size=ranks, n_local_stages=stages_per_rank, _n_microbatches=micro_batches, _num_stages=ranks,
-        number_of_rounds=max(1, micro_batches // ranks), pipeline_order={},
-    )  # fmt: skip
-    made.__dict__["microbatches_per_round"] = micro_batches // made.number_of_rounds
-    if hasattr(made, "_calculate_single_rank_operations"):
-        order = {rank: made._calculate_single_rank_operations(rank) for rank in range(ranks)}
-    else:
-        order = made._get_pipeline_order()
-    return [[str(one) for one in order[rank] if one is not None and one.is_compute_op] for rank in range(ranks)]
