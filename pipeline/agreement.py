@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,19 @@ from torch import Tensor
 from pipeline.errors import DataError, EndOfData
 from pipeline.mesh import Mesh
 
-__all__ = ["Closing", "Opening", "Report", "close", "open_step"]
+__all__ = ["Call", "Closing", "Opening", "Report", "close", "open_step"]
 
 _READS_NOTHING = 0.0
 _FAILED = -1.0
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Call(enum.IntEnum):
+    """What a step is for: the method of the engine that every rank must have called."""
+
+    TRAIN_BATCH = 0
+    EVAL_BATCH = 1
+    FORWARD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,32 +45,42 @@ def open_step(
     count: int | None,
     weights: Mapping[int, float],
     signatures: Mapping[int, int],
-    failed: bool,
+    call: Call,
+    error: Exception | None,
 ) -> Opening:
     """Agree on the step over all ranks, in one all-reduce.
 
-    ``count`` is the number of micro-batches this rank has read, None where it reads none; ``weights`` and
-    ``signatures`` are those of the micro-batches that leave, or enter, the model on this rank.  Every slot of the
-    vector is written by one rank, so that sums are exact.
+    ``count`` is the number of micro-batches this rank has read, None where it reads none, and ``error`` what it met
+    while it read them; ``weights`` and ``signatures`` are those of the micro-batches that leave, or enter, the model on
+    this rank.  Every slot of the vector is written by one rank, so that sums are exact.
 
-    Raises ``EndOfData`` when an iterator has nothing left, ``DataError`` when ranks read different numbers of
-    micro-batches or the total weight is not positive and finite; on every rank alike, before anything is sent.
+    Raises ``EndOfData`` when an iterator has nothing left, and ``DataError`` when a rank could not read, ranks read
+    different numbers of micro-batches, call different methods, or the weights are no weights; on every rank alike,
+    before anything is sent.
     """
-    counts = torch.zeros(mesh.data, mesh.pipe, dtype=torch.float64)
+    ranks = torch.zeros(mesh.size, 2, dtype=torch.float64)
     numbers = torch.zeros(2, mesh.data, limit, dtype=torch.float64)
-    counts[mesh.data_rank, mesh.pipe_rank] = _FAILED if failed else _READS_NOTHING if count is None else 1 + count
+    found = _FAILED if error is not None else _READS_NOTHING if count is None else 1.0 + count
+    ranks[mesh.rank] = torch.tensor([float(call), found], dtype=torch.float64)
     for row, values in enumerate((weights, signatures)):
         for micro_batch, value in values.items():
             numbers[row, mesh.data_rank, micro_batch] = value
-    vector = torch.cat([counts.reshape(-1), numbers.reshape(-1)])
+    vector = torch.cat([ranks.reshape(-1), numbers.reshape(-1)])
     if mesh.size > 1:
         mesh.world.all_reduce(vector)  # in host memory, where it is read
-    counts = vector[: counts.numel()].view_as(counts)
-    micro_batches = _agreed_count(counts)
-    weight, signature = vector[counts.numel() :].view_as(numbers).tolist()
-    total = math.fsum(w for row in weight for w in row)
-    if not (total > 0 and math.isfinite(total)):
-        raise DataError(f"the total loss weight of the step is {total}; loss_weight must give positive, finite numbers")
+    calls, counts = vector[: ranks.numel()].view_as(ranks).t().tolist()
+    _require_one_call([Call(int(c)) for c in calls])
+    if _FAILED in counts:
+        _tell_errors(mesh, error)
+    micro_batches = _agreed_count(mesh, counts)
+    weight, signature = vector[ranks.numel() :].view_as(numbers).tolist()
+    weights_of_all = [w for row in weight for w in row]
+    total = math.fsum(weights_of_all)
+    if not (total > 0 and math.isfinite(total) and min(weights_of_all) >= 0):
+        raise DataError(
+            f"the loss weights of the step's micro-batches are {weights_of_all}; loss_weight must give finite numbers, "
+            "none below 0 and not all 0"
+        )
     own = mesh.data_rank
     return Opening(
         micro_batches,
@@ -70,21 +89,34 @@ def open_step(
     )
 
 
-def _agreed_count(counts: Tensor) -> int:
-    if bool((counts == _FAILED).any()):
-        where = ", ".join(f"data rank {d} pipeline rank {p}" for d, p in (counts == _FAILED).nonzero().tolist())
-        raise DataError(f"the iterator raised an error on {where}")
-    reading = [(d, p, int(counts[d, p]) - 1) for d, p in (counts > 0).nonzero().tolist()]
-    found = {count for _, _, count in reading}
-    if 0 in found:
-        raise EndOfData("an iterator has no micro-batch left")
-    if len(found) > 1:
-        shown = "; ".join(f"data rank {d} pipeline rank {p}: {count}" for d, p, count in reading)
+def _require_one_call(calls: Sequence[Call]) -> None:
+    if len(set(calls)) > 1:
+        shown = "; ".join(f"rank {rank} calls {call.name.lower()}" for rank, call in enumerate(calls))
         raise DataError(
-            f"ranks read different numbers of micro-batches ({shown}); iterators of one pipeline must yield the "
-            "same items, and those of data-parallel ranks equally many"
+            f"ranks do different things: {shown}. These are collective: every rank must make the same calls"
         )
-    return found.pop()
+
+
+def _tell_errors(mesh: Mesh, error: Exception | None) -> None:
+    """Raise for what some ranks met while they read, on every rank alike.  Collective over all ranks."""
+    told = mesh.world.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    shown = "; ".join(f"rank {rank} could not read its micro-batches: {text}" for rank, text in enumerate(told) if text)
+    raise DataError(shown)
+
+
+def _agreed_count(mesh: Mesh, counts: Sequence[float]) -> int:
+    reading = {rank: int(count) - 1 for rank, count in enumerate(counts) if count > 0}
+    copies = [{n for rank, n in reading.items() if rank // mesh.pipe == copy} for copy in range(mesh.data)]
+    if all(len(found) == 1 for found in copies):
+        if {0} in copies:
+            raise EndOfData("an iterator has no micro-batch left")
+        if all(found == copies[0] for found in copies):
+            return copies[0].pop()
+    shown = ", ".join(f"rank {rank}: {count}" for rank, count in reading.items())
+    raise DataError(
+        f"ranks read different numbers of micro-batches ({shown}); iterators of one pipeline must yield the same "
+        "items, and those of data-parallel ranks equally many"
+    )
 
 
 class Report(NamedTuple):

@@ -50,7 +50,7 @@ def build_module(module: PipelineModule, index: int, random: RandomSource) -> nn
         if isinstance(entry, LayerSpec | TiedLayerSpec):
             with preserved(random.device):
                 seed_generator(random.device, key(random.seed, _BUILDING, 0, _first_use(module, index)))
-                built = entry.factory(*entry.args, **entry.kwargs)
+                built = _made(entry, f"layer {index} ({module.type_of(index)})")
             if not isinstance(built, nn.Module):
                 raise ModelError(f"layer {index}: {module.type_of(index)} made a {type(built).__name__}, not a module")
         elif isinstance(entry, nn.Module):
@@ -58,6 +58,14 @@ def build_module(module: PipelineModule, index: int, random: RandomSource) -> nn
         else:
             return None
         return built.to(random.device)
+
+
+def _made(entry: LayerSpec | TiedLayerSpec, name: str) -> nn.Module:
+    try:
+        return entry.factory(*entry.args, **entry.kwargs)
+    except Exception as error:
+        error.add_note(f"raised while {name} was built")
+        raise
 
 
 def _first_use(module: PipelineModule, index: int) -> int:
@@ -144,6 +152,7 @@ def build_layers(
     *,
     param_groups: ParamGroups | None,
     recompute: Sequence[int],
+    reference_numerics: bool,
 ) -> BuiltLayers:
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
@@ -165,6 +174,9 @@ def build_layers(
     scratch = Scratch()
     layers = {}
     for index, built in modules.items():
+        binding = None
+        if built is not None:
+            binding = split(built, flats[index], scratch=scratch, reference_numerics=reference_numerics)
         layers[index] = Layer(
             index,
             f"{index} ({module.type_of(index)})",
@@ -172,7 +184,7 @@ def build_layers(
             random,
             module=built,
             flat=flats.get(index),
-            binding=split(built, flats[index], scratch=scratch) if built is not None else None,
+            binding=binding,
             recompute=index in recompute,
             spares_input=index == 0,
         )

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from partition import Profile, predict_timeline
 from partition.errors import FewerLayersThanStages
 from pipeline import checkpoint
-from pipeline.agreement import Closing
+from pipeline.agreement import Call, Closing
 from pipeline.batch import Item
 from pipeline.build import ParamGroups, check_ready_modules
 from pipeline.config import PipelineConfig
 from pipeline.device import set_threads
-from pipeline.errors import CheckpointError, ConfigError, NonFiniteLoss, NotPlanned
+from pipeline.errors import CheckpointError, ConfigError, ModelError, NonFiniteLoss, NotPlanned
 from pipeline.exchange import Forms, ShapeTable
 from pipeline.executor import Executor
 from pipeline.intake import take_in
@@ -81,6 +81,16 @@ def initialize(
     Raises ``ConfigError``, ``WorldSizeError``, ``PlanMismatch``, ``ModelError`` and the errors of ``schedules`` and
     ``partition`` when these cannot be trained together, before anything is built.
     """
+    if not isinstance(module, PipelineModule):
+        raise ModelError(
+            f"initialize takes a PipelineModule, not a {type(module).__name__}; make one of a list of layers, or of an "
+            "nn.Sequential, and of a loss: PipelineModule(layers, loss_fn)"
+        )
+    if optimizer is not None and not callable(optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__} that exists already; give its class, or a function that makes "
+            "one, since each rank makes its own for what it holds: lambda groups: torch.optim.SGD(groups, lr=0.1)"
+        )
     settings = PipelineConfig.load(config)
     set_threads(settings.threads)
     return Engine(
@@ -147,7 +157,7 @@ class Engine:
         """
         if self._make[0] is None:
             raise NotPlanned("this engine has no optimizer, so it cannot train; pass optimizer=... to initialize")
-        _, closing = self._run(source, train=True, with_loss=True)
+        _, closing = self._run(source, Call.TRAIN_BATCH)
         runner, update = self._planned(), self._updater()
         loss, norm = float(closing.loss), closing.gradient_norm
         if self.config.nonfinite_loss == "raise" and not (math.isfinite(loss) and math.isfinite(norm)):
@@ -167,7 +177,7 @@ class Engine:
 
     def eval_batch(self, source: Any) -> Tensor:
         """The loss on up to ``micro_batches`` items, without gradients and in evaluation mode.  Collective."""
-        _, closing = self._run(source, train=False, with_loss=True)
+        _, closing = self._run(source, Call.EVAL_BATCH)
         return closing.loss
 
     def forward(self, source: Any) -> tuple[Any, ...] | None:
@@ -175,7 +185,7 @@ class Engine:
 
         Runs without gradients and in evaluation mode; items are ``(inputs, targets)``, targets are not used.
         """
-        step, _ = self._run(source, train=False, with_loss=False)
+        step, _ = self._run(source, Call.FORWARD)
         return tuple(step.outputs[i] for i in sorted(step.outputs)) or None
 
     def losses(self) -> dict[str, float]:
@@ -328,22 +338,21 @@ class Engine:
 
     # -- a step ----------------------------------------------------------------------------------------------
 
-    def _run(self, source: Any, *, train: bool, with_loss: bool) -> tuple[Step, Closing]:
+    def _run(self, source: Any, call: Call) -> tuple[Step, Closing]:
         """Run one step of any kind up to its closing agreement."""
-        mesh, limit = self.mesh, self.config.micro_batches
+        mesh, limit, train = self.mesh, self.config.micro_batches, call is Call.TRAIN_BATCH
+        table = self._tables[train]
         self._calls += 1
         mesh.board.begin(self._calls)
-        intake = take_in(
-            source, mesh=mesh, schedule=self.schedule, module=self.module, table=self._tables[train], limit=limit
-        )
-        opening, table = intake.opening, self._tables[train]
+        intake = take_in(source, call, mesh=mesh, schedule=self.schedule, module=self.module, table=table, limit=limit)
+        opening = intake.opening
         if self._runner is None:
             self._plan(intake.items[0] if intake.items else None)
         while True:
             step = Step(
                 number=self._calls,
                 train=train,
-                with_loss=with_loss,
+                with_loss=call is not Call.FORWARD,
                 items=intake.items,
                 places=[Place(self.steps, mesh.data_rank * limit + i) for i in range(opening.micro_batches)],
                 shares=opening.shares,

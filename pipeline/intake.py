@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.agreement import Opening, open_step
+from pipeline.agreement import Call, Opening, open_step
 from pipeline.batch import Item, read_items
 from pipeline.exchange import ShapeTable
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule, rows
-from pipeline.shapes import Form, entering, form_of
+from pipeline.shapes import Form, signature_of
 from schedules import Schedule
 
 __all__ = ["Intake", "take_in"]
@@ -26,7 +26,7 @@ class Intake:
 
 
 def take_in(
-    source: Any, *, mesh: Mesh, schedule: Schedule, module: PipelineModule, table: ShapeTable, limit: int
+    source: Any, call: Call, *, mesh: Mesh, schedule: Schedule, module: PipelineModule, table: ShapeTable, limit: int
 ) -> Intake:
     """Read up to ``limit`` items, on ranks that hold the first or last stage of a route, and agree on the step.
 
@@ -38,12 +38,15 @@ def take_in(
     items: list[Item] = []
     weights: dict[int, float] = {}
     signatures: dict[int, Form] = {}
+    numbers: dict[int, int] = {}
     error: Exception | None = None
     if enters or leaves:
         try:
             items = read_items(source, limit)
-            weights = {i: _weight(module, items[i]) for i in leaves if i < len(items)}
-            signatures = {i: form_of(entering(items[i].inputs)) for i in enters if i < len(items)}
+            # Without a loss there is nothing to weigh, and often nothing to weigh it by.
+            weights = {i: 1.0 if call is Call.FORWARD else _weight(module, items[i]) for i in leaves if i < len(items)}
+            signatures = {i: signature_of(items[i].inputs) for i in enters if i < len(items)}
+            numbers = dict(zip(signatures, table.number(list(signatures.values())), strict=True))
         except Exception as raised:
             error = raised
     try:
@@ -52,8 +55,9 @@ def take_in(
             limit,
             count=len(items) if enters or leaves else None,
             weights=weights,
-            signatures=dict(zip(signatures, table.number(list(signatures.values())), strict=True)),
-            failed=error is not None,
+            signatures=numbers,
+            call=call,
+            error=error,
         )
     finally:
         if error is not None:

@@ -8,7 +8,7 @@ from threading import Lock
 import torch
 
 from pipeline.device import thread_device
-from pipeline.errors import ConfigError, WorldSizeError
+from pipeline.errors import ConfigError, PlanMismatch, WorldSizeError
 from pipeline.links import distributed, local
 from pipeline.links.protocol import Group, Link, Transport
 from pipeline.watch import Board
@@ -62,7 +62,7 @@ def make_mesh(data_parallel: int = 1, *, device: str = "auto", timeout: float = 
 
     ``device`` is auto, cpu or cuda.  ``timeout`` is how many seconds one process waits for another in a
     transfer or collective; threads have the timeout of ``run_local``.  Raises ``WorldSizeError`` when
-    ``data_parallel`` does not divide the number of ranks.
+    ``data_parallel`` does not divide the number of ranks, and ``PlanMismatch`` when ranks give different ones.
     """
     if data_parallel < 1:
         raise ConfigError(f"data_parallel is {data_parallel}; it must be 1 or more")
@@ -80,6 +80,13 @@ def make_mesh(data_parallel: int = 1, *, device: str = "auto", timeout: float = 
 
 def _arrange(transport: Transport, device: torch.device, data: int) -> Mesh:
     rank, size = transport.link.rank, transport.link.ranks
+    given = transport.world.all_gather_object(data)
+    other = next((r for r, number in enumerate(given) if number != given[0]), None)
+    if other is not None:  # before groups are made, for which ranks that divide otherwise would wait for ever
+        raise PlanMismatch(
+            f"ranks do not run the same thing: setting data_parallel: {given[0]} on rank 0, {given[other]} on rank "
+            f"{other}; start every rank with the same code and settings"
+        )
     if size % data:
         raise WorldSizeError(_misfit(size, data))
     pipe = size // data

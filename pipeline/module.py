@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,20 +178,22 @@ class PipelineModule:
         """What is shared between layers: by key of ``TiedLayerSpec``, or because modules hold the same parameter."""
         return self._ties
 
-    def describe(self) -> Iterator[str]:
-        """One line a layer, equal on every rank that was given the same code."""
-        for index, entry in enumerate(self.entries):
-            tied = f" tied {entry.key}" if isinstance(entry, TiedLayerSpec) else ""
-            yield f"{index} {self.type_of(index)}{tied} {_arguments(entry)}"
+    def facts(self) -> dict[str, str]:
+        """What is equal on all ranks that were given the same code, by name: each layer, the loss, and a hash of each
+        source file that defines one of them."""
+        facts = {f"layer {index}": self._describe(index) for index in range(len(self))}
+        facts["loss"] = _name_of(self.loss_fn)
+        facts["loss weight"] = _name_of(self.loss_weight)
+        for thing in (*self.entries, self.loss_fn, self.loss_weight, type(self)):
+            name, file = _source(thing)
+            if file and f"code of {name}" not in facts:
+                facts[f"code of {name}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+        return facts
 
-    def digest(self) -> str:
-        """A hash of the layer list and of the source files of its classes and loss."""
-        digest = hashlib.sha256()
-        for line in self.describe():
-            digest.update(line.encode())
-        for file in sorted({_source_file(thing) for thing in (*self.entries, self.loss_fn, type(self))} - {""}):
-            digest.update(Path(file).read_bytes())
-        return digest.hexdigest()[:16]
+    def _describe(self, index: int) -> str:
+        entry = self.entries[index]
+        tied = f" tied as {entry.key!r}" if isinstance(entry, TiedLayerSpec) else ""
+        return f"{self.type_of(index)}{_arguments(entry)}{tied}"
 
 
 def _find_ties(entries: Sequence[Entry]) -> tuple[Tie, ...]:
@@ -220,9 +222,14 @@ def _shown(value: object) -> str:
     return repr(value) if plain and " at 0x" not in repr(value) else type(value).__name__
 
 
-def _source_file(thing: object) -> str:
-    """The file that defines a class, function or object; empty where there is none, as at a prompt."""
+def _source(thing: object) -> tuple[str, str]:
+    """The module that defines a class, function or object, and its file; that is empty where there is none, as at a
+    prompt."""
     if isinstance(thing, LayerSpec | TiedLayerSpec):
         thing = thing.factory
-    module = sys.modules.get(getattr(thing, "__module__", None) or type(thing).__module__)
-    return getattr(module, "__file__", None) or ""
+    name = getattr(thing, "__module__", None) or type(thing).__module__
+    return name, getattr(sys.modules.get(name), "__file__", None) or ""
+
+
+def _name_of(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)

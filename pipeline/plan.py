@@ -86,7 +86,7 @@ def _recomputed(config: PipelineConfig, layers: int) -> tuple[int, ...]:
 def environment(config: PipelineConfig, module: PipelineModule, mesh: Mesh) -> dict[str, str]:
     """What must be equal on all ranks besides the Plan, and what decides the bits of a result, by name."""
     return {
-        "model": module.digest(),
+        **module.facts(),
         "world size": str(mesh.size),
         **{f"setting {name}": repr(value) for name, value in config.model_dump(mode="json").items()},
         "torch": torch.__version__,
@@ -98,16 +98,23 @@ def environment(config: PipelineConfig, module: PipelineModule, mesh: Mesh) -> d
 def agree_on(facts: Mapping[str, str], group: Group) -> None:
     """Compare ``facts`` between ranks before anything is built.  Collective.
 
-    Raises ``PlanMismatch`` on every rank, naming what differs and where.
+    Hashes travel first; the facts themselves only where these differ.  Raises ``PlanMismatch`` on every rank, naming
+    what differs and where.
     """
+    if len(set(group.all_gather_object(_digest(dict(facts))))) == 1:
+        return
     gathered = group.all_gather_object(dict(facts))
     first = gathered[0]
     for rank, other in enumerate(gathered):
-        names = [n for n in {**first, **other} if first.get(n) != other.get(n)]
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if names:
-            shown = "; ".join(f"{n}: {first.get(n)} on rank 0, {other.get(n)} on rank {rank}" for n in names[:3])
+            shown = "; ".join(
+                f"{name}: {first.get(name, 'none')} on rank 0, {other.get(name, 'none')} on rank {rank}"
+                for name in names[:3]
+            )
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise PlanMismatch(
-                f"ranks do not run the same thing: {shown}; start every rank with the same code and settings"
+                f"ranks do not run the same thing: {shown}{more}; start every rank with the same code and settings"
             )
 
 

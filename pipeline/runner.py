@@ -59,6 +59,7 @@ class Runner:
             mesh.pipeline,
             param_groups=param_groups,
             recompute=plan.recompute,
+            reference_numerics=config.reference_numerics,
         )
         ends = {route[-1] for route in self.schedule.routes}
         loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, spares_input=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "memory",
     "memory_order",
     "settled",
+    "signature_of",
     "unflatten",
 ]
 
@@ -47,10 +49,23 @@ class TensorForm(NamedTuple):
         return lying.permute(_inverse(self.order))
 
 
-class Constant(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
     """A leaf that is not a tensor: it crosses as it is."""
 
     value: Any
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same value of the same type; what cannot tell, such as an array, is always another one."""
+        if not isinstance(other, Constant) or type(self.value) is not type(other.value):
+            return False
+        try:
+            return bool(self.value == other.value)
+        except Exception:
+            return False
+
+    def __hash__(self) -> int:
+        return hash(self.value)
 
 
 class Same(NamedTuple):
@@ -130,6 +145,17 @@ def form_of(value: Value) -> Form:
     )
 
 
+def signature_of(inputs: Any) -> Form:
+    """The form of a micro-batch's inputs, from which those of all messages are taken to follow.
+
+    What is not a tensor counts by its type: a number that is another one in each step does not make a new form.
+    """
+    form = form_of(entering(inputs))
+    return form._replace(
+        leaves=tuple(leaf if isinstance(leaf, TensorForm) else Constant(type(leaf.value)) for leaf in form.leaves)
+    )
+
+
 def fits(value: Value, form: Form) -> bool:
     """Whether a value can be sent where ``form`` was agreed.
 
@@ -139,7 +165,7 @@ def fits(value: Value, form: Form) -> bool:
         return False
     for leaf, needs, expected in zip(value.leaves, value.needs_gradient, form.leaves, strict=True):
         if isinstance(expected, Constant):
-            if type(leaf) is not type(expected.value) or leaf != expected.value:
+            if isinstance(leaf, Tensor) or Constant(leaf) != expected:
                 return False
         elif (
             not isinstance(leaf, Tensor)

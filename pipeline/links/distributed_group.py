@@ -71,7 +71,7 @@ class DistributedGroup:
 
     def barrier(self) -> None:
         # Not the backend's own, which on an accelerator would wait for everything that is queued there.
-        self.all_reduce(torch.zeros(1))
+        self.all_reduce(torch.zeros(1, dtype=torch.uint8))  # whatever the default type of either rank is
 
     def _start(self, call: str, async_op: bool, function: Callable[..., Any], *tensors: Any, **options: Any) -> Pending:
         work = self._run(call, function, *tensors, async_op=True, **options)

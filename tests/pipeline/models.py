@@ -75,6 +75,11 @@ class Mlp(nn.Module):
         return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
 
 
+def look_up(embedding: nn.Embedding, x: Tensor) -> Tensor:
+    """x and what it finds in the table of an embedding: the rows, each by how much it is like x."""
+    return x + (x @ embedding.weight.t()).tanh() @ embedding.weight / VOCABULARY
+
+
 def read_out(embedding: nn.Embedding, x: Tensor) -> Tensor:
     """The table of an embedding used the other way round, as the output head."""
     return x @ embedding.weight.t() / WIDTH**0.5
@@ -91,7 +96,11 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def transformer(recipe: Recipe) -> PipelineModule:
-    """Embedding, positions, 4 × (attention, mlp), LayerNorm, head: 12 layers."""
+    """Embedding, positions, 4 × (attention, mlp), LayerNorm, head: 12 layers.
+
+    Tied, the embedding's table is also the head, and a look-up in place of the last mlp: three uses, so that the order
+    in which they are added shows in the last bit.
+    """
     kind = {"dtype": recipe.dtype}
     embedding = partial(TiedLayerSpec, "tokens", nn.Embedding, VOCABULARY, WIDTH, **kind)
     blocks = [
@@ -105,6 +114,8 @@ def transformer(recipe: Recipe) -> PipelineModule:
         LayerSpec(nn.LayerNorm, WIDTH, **kind),
         embedding(forward=read_out) if recipe.tied else LayerSpec(nn.Linear, WIDTH, VOCABULARY, **kind),
     ]
+    if recipe.tied:
+        layers[9] = embedding(forward=look_up)
     for index in recipe.frozen:
         spec = layers[index]
         layers[index] = LayerSpec(frozen, spec.factory, *spec.args, **spec.kwargs)
@@ -140,11 +151,19 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 class GradientsAsParameters(torch.optim.Optimizer):
     """Puts each gradient into its parameter's place, so that the model's state after a step *is* the gradients."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, factor: float = 1.0) -> None:
         super().__init__(parameters, {})
+        self.factor = factor
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.copy_(grad * self.factor)
+
+
+def restless(parameters: Any) -> torch.optim.Optimizer:
+    """Weights that are 8 × their last gradients: no bit of a gradient is lost, as it is where a small step is added to
+    a large weight, and every one decides all that follows."""
+    return GradientsAsParameters(parameters, factor=8.0)
