@@ -85,8 +85,9 @@ class Lanes:
     def of(placement: Placement, micro_batches: int, costs: Costs) -> Lanes:
         """The lanes of a placement for given costs; activations of a rank's whole share are 1."""
         stages, ranks = len(placement.rank_of_stage), max(placement.rank_of_stage) + 1
-        by_kind = costs.by_kind(stages)
+        by_kind = costs.seconds(placement.rank_of_stage, ranks)
         seconds = np.concatenate([by_kind[F], by_kind[I], by_kind[W]]).tolist()
+        travel = costs.travel(stages).tolist()
         follows = [-1] * (2 * stages)
         for route in placement.routes:
             there = [*route, *(stages + stage for stage in reversed(route))]
@@ -96,7 +97,8 @@ class Lanes:
         delay, waits = [0.0] * (2 * stages), [0.0] * (2 * stages)
         for lane, after in enumerate(follows):
             if after >= 0:
-                delay[lane] = costs.hop if rank[lane] != rank[after] else 0.0
+                sent = lane if lane < stages else after - stages  # an output, or the gradient of one
+                delay[lane] = travel[sent] if rank[lane] != rank[after] else 0.0
                 waits[after] = seconds[lane] + delay[lane]
         share = ranks / (max(placement.layer_group_of_stage) + 1)
         return Lanes(stages, micro_batches, rank, seconds, follows, delay, waits, [share] * stages)
