@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from schedules import Action, Pair, Schedule, build, names
-from schedules.errors import IllegalSchedule, UnreadableSchedule
+from schedules import Action, Pair, Program, Schedule, build, names
+from schedules.errors import DeadlockError, IllegalProgram, IllegalSchedule, UnreadableSchedule
 from tests.schedules.pictures import rows
 from tests.schedules.strategies import legal_schedules
 
@@ -59,6 +59,50 @@ def test_communication_is_skipped(tmp_path: Path) -> None:
         "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
     )
     assert Schedule.from_csv(path).rows == Schedule.from_rows("", rows("0F0 0B0 \n 1F0 1B0"), [0, 1]).rows
+
+
+def test_a_program_is_read_as_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "comms.csv"
+    path.write_text(
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1RECV_F0,,1F0,1I0,1SEND_B0,1W0\n"
+    )
+    program = Program.from_csv(path)
+    assert [" ".join(f"{one}," for one in row) for row in program.rows] == [
+        "UNSHARD 0, 0F0, SEND_F 0F0 to 1, RECV_B 0B0 from 1, 0B0, REDUCE_GRAD 0, RESHARD 0, WAIT_SEND 0F0, STEP,",
+        "UNSHARD 1, RECV_F 1F0 from 0, 1F0, 1I0, SEND_B 1I0 to 0, 1W0, REDUCE_GRAD 1, WAIT_SEND 1I0, STEP,",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("0F0,0B0\n1F0,1B0\n", IllegalProgram, "some message of the schedule is not sent"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", IllegalProgram, "some channel has more sends than receives"),
+        (
+            "0F0,0SEND_F0,0SEND_B0,0B0\n1F0,1B0\n",
+            UnreadableSchedule,
+            "line 1, column 3: nothing is there that 0SEND_B0",
+        ),
+        ("0F0,0SEND_F7,0B0\n1F0,1B0\n", UnreadableSchedule, "line 1, column 2: nothing is there that 0SEND_F7"),
+        (
+            "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0,1RECV_F0\n",
+            IllegalProgram,
+            "rank 1's RECV_F 1F0 from 0 stands after its message is needed",
+        ),
+        (
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n",
+            DeadlockError,
+            "rank 0's SEND_F 0F1 to 1 waits for rank 1's SEND_B 1B0 to 0",
+        ),
+    ],
+)
+def test_a_program_that_cannot_run_is_refused(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
+    path = tmp_path / "wrong.csv"
+    path.write_text(text)
+    with pytest.raises(error, match=message):
+        Program.from_csv(path)
+    if error is DeadlockError:
+        Program.from_csv(path, depth=1)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from schedules import Schedule, build, facts
+from schedules import Costs, Op, Program, Schedule, build, facts, simulate
 
 ORDERS = [
     ("ScheduleGPipe", [(1, 4, 8), (1, 3, 2)], {}),
@@ -47,6 +49,30 @@ def test_every_schedule_class_of_torch_is_known() -> None:
     classes = {name for name in vars(module) if name.startswith("Schedule") and name != "ScheduleBase"}
     for name in sorted(classes):
         assert name in facts(name).aliases
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("interleaved-1f1b", (4, 8)), ("zb-v", (4, 8)), ("interleaved-zb", (3, 6)), ("dualpipe-v", (3, 6))],
+)
+def test_the_programs_of_torch_are_read_and_proved(tmp_path: Path, name: str, shape: tuple[int, int]) -> None:
+    """What its lowering makes of the same order, with its reductions and with parameters made whole ahead."""
+    module = pytest.importorskip("torch.distributed.pipelining.schedules")
+    schedule = build(name, ranks=shape[0], micro_batches=shape[1])
+    rows = [[module._Action.from_str(cell) for cell in row] for row in written(schedule)]
+    rows = [module._add_unshard_reshard(row) for row in rows]
+    rows = [module._add_reduce_grad(row, schedule.micro_batches) for row in rows]
+    lowered = module._add_send_recv(dict(enumerate(rows)), schedule.rank_of_stage.__getitem__, schedule.num_stages)
+    path = tmp_path / f"{name}.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(lowered[rank] for rank in range(schedule.ranks))
+    program = Program.from_csv(path)
+    assert program.schedule == schedule
+    for rank, row in enumerate(program.rows):
+        assert sum(one.op is Op.UNSHARD for one in row) == sum(one.op is Op.RESHARD for one in row) > 0
+        assert {one.stage for one in row if one.op is Op.REDUCE_GRAD} == set(schedule.stages_of_rank(rank))
+    timeline = simulate(program, Costs(unshard=0.5, reduce=0.5, step=0.5))
+    assert timeline.step_time > simulate(schedule).step_time
 
 
 def written(schedule: Schedule) -> list[list[str]]:
