@@ -138,6 +138,8 @@ class Engine:
         """The schedule of a whole training step."""
         if self.schedule.forward_only and make_optimizer is not None:
             raise ConfigError(f"schedule {config.schedule!r} has no backward; to train, set schedule to 1f1b, say")
+        if len(self.schedule.routes) > 1:
+            raise ConfigError(f"schedule {config.schedule!r} keeps two copies of the layers; set schedule to zb-v, say")
         if len(module) < self.schedule.num_layer_groups and not isinstance(config.partition, tuple):
             raise FewerLayersThanStages(len(module), self.schedule.num_layer_groups)
         if config.partition != "profile" or self.profile is not None:

@@ -159,8 +159,9 @@ def _draw_around_steps(case: Case, layout: Layout) -> tuple[tuple[float, ...], t
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_compute_what_threads_do(ranks: int) -> None:
-    """Every schedule, with copies of the pipeline where there are ranks enough."""
+    """Every schedule that promises the same bits, with copies of the pipeline where there are ranks enough."""
     chosen = [next(layouts((ranks,), (2, 1), (4,), [name])) for name in training_schedules()]
+    chosen = [layout for layout in chosen if layout.exact]
     if ranks == 4:
         chosen.append(Layout("1f1b", 4, data_parallel=2, recompute="every"))
     case = transformer_case(Recipe(), 4, steps=STEPS, optimizer=restless)
