@@ -35,6 +35,7 @@ from pipeline.step import Step
 from pipeline.update import MakeOptimizer, MakeScheduler, Updater, clipping_factor
 from pipeline.watch import At
 from schedules import Timeline
+from schedules.restrict import forwards_of
 
 __all__ = ["Engine", "StepStats", "initialize"]
 
@@ -138,8 +139,6 @@ class Engine:
         """The schedule of a whole training step."""
         if self.schedule.forward_only and make_optimizer is not None:
             raise ConfigError(f"schedule {config.schedule!r} has no backward; to train, set schedule to 1f1b, say")
-        if len(self.schedule.routes) > 1:
-            raise ConfigError(f"schedule {config.schedule!r} keeps two copies of the layers; set schedule to zb-v, say")
         if len(module) < self.schedule.num_layer_groups and not isinstance(config.partition, tuple):
             raise FewerLayersThanStages(len(module), self.schedule.num_layer_groups)
         if config.partition != "profile" or self.profile is not None:
@@ -346,7 +345,8 @@ class Engine:
         table = self._tables[train]
         self._calls += 1
         mesh.board.begin(self._calls)
-        intake = take_in(source, call, mesh=mesh, schedule=self.schedule, module=self.module, table=table, limit=limit)
+        schedule = self.schedule if train else forwards_of(self.schedule, limit)
+        intake = take_in(source, call, mesh=mesh, schedule=schedule, module=self.module, table=table, limit=limit)
         opening = intake.opening
         if self._runner is None:
             self._plan(intake.items[0] if intake.items else None)

@@ -60,9 +60,8 @@ class Layout:
 
 
 def training_schedules() -> list[str]:
-    """The names of all schedules that the engine trains by: with backwards, and one copy of the layers."""
-    shapes = ((name, _some_shape(name)) for name in names())
-    return [name for name, schedule in shapes if not schedule.forward_only and len(schedule.routes) == 1]
+    """The names of all schedules that have backwards."""
+    return [name for name in names() if not _some_shape(name).forward_only]
 
 
 def _some_shape(name: str) -> Schedule:

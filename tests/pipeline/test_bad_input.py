@@ -89,7 +89,6 @@ def refuse(ranks: int, act: Callable[[], Any], error: type[Exception], *parts: s
             ConfigError,
             "'forward-only' has no backward; to train, set schedule to 1f1b",
         ),
-        (2, {"schedule": "chimera"}, ConfigError, "'chimera' keeps two copies of the layers; set schedule to zb-v"),
         (2, {"stages_per_rank": 2}, ImpossibleShape, "set stages_per_rank to 1, or schedule to 'interleaved-1f1b'"),
         (2, {"schedule_options": {"warmth": 1}}, UnknownOption, "1f1b has no option 'warmth'"),
         (
