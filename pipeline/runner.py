@@ -48,9 +48,8 @@ class Runner:
         self.schedule = plan.build_schedule()
         self._mesh = mesh
         self._config = config
-        layers_of_stage = {
-            stage: _layers_of_stage(stage, self.schedule, plan) for stage in self.schedule.stages_of_rank(mesh.pipe_rank)
-        }
+        own = self.schedule.stages_of_rank(mesh.pipe_rank)
+        layers_of_stage = {stage: _layers_of_stage(stage, self.schedule, plan) for stage in own}
         self.all_ties = with_twins(module, 1 + max(self.schedule.copy_of_stage))
         self.built = build_layers(
             module,

@@ -132,7 +132,8 @@ def _parameters(use: Use, flats: Mapping[Held, FlatLayer]) -> dict[str, nn.Param
 class TiedGradients:
     """Adds the gradients of all uses of each tied parameter, the same way on every rank that holds one.
 
-    ``rank_of_layer`` are ranks of the link, of every copy of every layer.  Nothing is summed by a collective: its order would depend on the layout.
+    ``rank_of_layer`` are ranks of the link, of every copy of every layer.  Nothing is summed by a collective: its order
+    would depend on the layout.
     """
 
     def __init__(

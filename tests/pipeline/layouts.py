@@ -46,16 +46,20 @@ class Layout:
             **others,
         }
 
-    @property
-    def exact(self) -> bool:
-        """Whether the schedule promises the same bits as every other one that does."""
-        made = build(
+    def build(self) -> Schedule:
+        """The schedule of a whole step."""
+        return build(
             self.schedule,
             ranks=self.ranks // self.data_parallel,
             micro_batches=self.micro_batches,
             stages_per_rank=self.stages_per_rank,
             **dict(self.options),
         )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the schedule promises the same bits as every other one that does."""
+        made = self.build()
         return made.ordered and len(made.routes) == 1
 
 
