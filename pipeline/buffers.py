@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.links.protocol import Group
+from pipeline.links.protocol import LANE_CONTROL, Group, Link, Pending
+from pipeline.ties import Held
 
-__all__ = ["Buffers", "Snapshot"]
+__all__ = ["Buffers", "Snapshot", "share_with_twins"]
 
 
 class _Kept(NamedTuple):
@@ -62,22 +63,60 @@ class Buffers:
     @torch.no_grad()
     def share(self, group: Group) -> None:
         """Make the saved ones those of the group's first member.  Collective over ranks that hold the same layer."""
-        saved = [
+        together = self.packed()
+        if together is not None:
+            group.broadcast(together, 0)
+            if group.rank != 0:
+                self.unpack(together)
+
+    @torch.no_grad()
+    def packed(self) -> Tensor | None:
+        """The saved ones as bytes, None where there are none: one message carries all types, those that a backend
+        cannot add among them."""
+        saved = self._saved()
+        return torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in saved]) if saved else None
+
+    @torch.no_grad()
+    def unpack(self, together: Tensor) -> None:
+        """Make the saved ones what ``packed`` gave of the same layer elsewhere."""
+        saved = self._saved()
+        for buffer, part in zip(saved, together.split([b.nbytes for b in saved]), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+    def _saved(self) -> list[Tensor]:
+        return [
             buffer
             for owner in self._owners
             for name, buffer in owner._buffers.items()
             if buffer is not None and name not in owner._non_persistent_buffers_set
         ]
-        if not saved:
-            return
-        # As bytes, one message carries all types, those that a backend cannot add among them.
-        together = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in saved])
-        group.broadcast(together, 0)
-        if group.rank != 0:
-            for buffer, part in zip(saved, together.split([b.nbytes for b in saved]), strict=True):
-                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def _all(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor | None]]:
         for owner in self._owners:
             for name, buffer in owner._buffers.items():
                 yield owner._buffers, name, buffer
+
+
+def share_with_twins(buffers: Mapping[Held, Buffers], rank_of_layer: Mapping[Held, int], link: Link) -> None:
+    """Give later copies of a layer the saved buffers of the first.  Collective over the ranks that hold copies.
+
+    ``rank_of_layer`` are ranks of the link, of every copy of every layer.
+    """
+    later = sorted(held for held in rank_of_layer if held.copy)
+    pending: list[Pending] = []
+    arriving: list[tuple[Buffers, Tensor]] = []
+    for held in later:
+        first = Held(held.layer)
+        of_first = buffers[first].packed() if first in buffers else None
+        if held in buffers:
+            mine = of_first if first in buffers else buffers[held].packed()
+            if mine is not None:
+                arriving.append((buffers[held], mine))
+                if first not in buffers:
+                    pending.append(link.receive(rank_of_layer[first], mine, LANE_CONTROL))
+        elif of_first is not None:
+            pending.append(link.send(rank_of_layer[held], of_first, LANE_CONTROL))
+    for transfer in pending:
+        transfer.wait()
+    for own, values in arriving:
+        own.unpack(values)

@@ -21,7 +21,7 @@ from pipeline.layer import Layer, RandomSource
 from pipeline.links.protocol import Group
 from pipeline.module import LayerSpec, PipelineModule, Tie, TiedLayerSpec
 from pipeline.random_state import key, preserved, seed_generator
-from pipeline.ties import Role, owner_name, role, separate, share
+from pipeline.ties import Held, Role, owner_name, role, separate, share
 
 __all__ = [
     "BuiltLayers",
@@ -112,11 +112,11 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BuiltLayers:
-    """The layers of one rank by index; and equal on all ranks, the settings of the optimizer's groups, and whether
+    """The layers of one rank, copies apart; and equal on all ranks, the settings of the optimizer's groups, and whether
     there is anything to train."""
 
-    layers: Mapping[int, Layer]
-    flats: Mapping[int, FlatLayer]
+    layers: Mapping[Held, Layer]
+    flats: Mapping[Held, FlatLayer]
     groups: tuple[Mapping[str, Any], ...]
     trainable: bool
 
@@ -124,13 +124,13 @@ class BuiltLayers:
         """The stretches of all flat vectors with one of these roles, in layer order."""
         return [
             Stretch(
-                index,
+                held.layer,
                 segment.group // len(Role),
                 segment.parameters,
                 segment.gradients,
                 _slices(flat, segment),
             )
-            for index, flat in self.flats.items()
+            for held, flat in self.flats.items()
             for segment in flat.segments
             if segment.group % len(Role) in roles
         ]
@@ -146,7 +146,8 @@ def _slices(flat: FlatLayer, segment: Segment) -> tuple[tuple[str, int, int], ..
 
 def build_layers(
     module: PipelineModule,
-    indices: Iterable[int],
+    held: Iterable[Held],
+    ties: Sequence[Tie],
     random: RandomSource,
     pipeline: Group,
     *,
@@ -156,34 +157,35 @@ def build_layers(
 ) -> BuiltLayers:
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
+    ``ties`` are those of all copies of the model.
+
     Raises ``ModelError`` when tied layers do not fit each other.
     """
-    ties = module.ties()
-    modules = {index: build_module(module, index, random) for index in sorted(indices)}
-    real = separate({index: built for index, built in modules.items() if built is not None})
+    modules = {place: build_module(module, place.layer, random) for place in sorted(held)}
+    real = separate({place: built for place, built in modules.items() if built is not None})
     modules |= real
     group_of_name, groups, trainable = _agree_on_groups(real, ties, param_groups, pipeline)
     flats = {}
-    for index, owner in real.items():
+    for place, owner in real.items():
 
-        def group_of(name: str, _: nn.Parameter, index: int = index) -> int:
-            return group_of_name[owner_name(ties, index, name)] * len(Role) + role(ties, modules, index, name)
+        def group_of(name: str, _: nn.Parameter, place: Held = place) -> int:
+            return group_of_name[owner_name(ties, place.layer, name)] * len(Role) + role(ties, modules, place, name)
 
-        flats[index] = FlatLayer(owner, group_of=group_of)
+        flats[place] = FlatLayer(owner, group_of=group_of)
     share(ties, flats)
     scratch = Scratch()
     layers = {}
-    for index, built in modules.items():
-        binding = None
+    for place, built in modules.items():
+        index, binding = place.layer, None
         if built is not None:
-            binding = split(built, flats[index], scratch=scratch, reference_numerics=reference_numerics)
-        layers[index] = Layer(
+            binding = split(built, flats[place], scratch=scratch, reference_numerics=reference_numerics)
+        layers[place] = Layer(
             index,
             f"{index} ({module.type_of(index)})",
             layer_function(module, index, built),
             random,
             module=built,
-            flat=flats.get(index),
+            flat=flats.get(place),
             binding=binding,
             recompute=index in recompute,
             spares_input=index == 0,
@@ -202,12 +204,12 @@ def layer_function(module: PipelineModule, index: int, built: nn.Module | None) 
 
 
 def _agree_on_groups(
-    modules: Mapping[int, nn.Module], ties: Sequence[Tie], param_groups: ParamGroups | None, pipeline: Group
+    modules: Mapping[Held, nn.Module], ties: Sequence[Tie], param_groups: ParamGroups | None, pipeline: Group
 ) -> tuple[dict[str, int], tuple[Mapping[str, Any], ...], bool]:
     """Number the optimizer's groups in the order in which layers first ask for them; every use of a tied parameter
     asks under the same name.  Also tells whether any parameter of the model is trainable."""
     mine = []
-    for index, built in modules.items():
+    for (index, _), built in modules.items():
         for name, parameter in built.named_parameters():
             full = owner_name(ties, index, name)
             settings = dict(param_groups(full, parameter.shape)) if param_groups else {}

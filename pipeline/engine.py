@@ -35,6 +35,7 @@ from pipeline.step import Step
 from pipeline.update import MakeOptimizer, MakeScheduler, Updater, clipping_factor
 from pipeline.watch import At
 from schedules import Timeline
+from schedules.restrict import forwards_of
 
 __all__ = ["Engine", "StepStats", "initialize"]
 
@@ -344,7 +345,8 @@ class Engine:
         table = self._tables[train]
         self._calls += 1
         mesh.board.begin(self._calls)
-        intake = take_in(source, call, mesh=mesh, schedule=self.schedule, module=self.module, table=table, limit=limit)
+        schedule = self.schedule if train else forwards_of(self.schedule, limit)
+        intake = take_in(source, call, mesh=mesh, schedule=schedule, module=self.module, table=table, limit=limit)
         opening = intake.opening
         if self._runner is None:
             self._plan(intake.items[0] if intake.items else None)

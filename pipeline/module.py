@@ -91,10 +91,14 @@ def rows(targets: Any) -> float:
 
 
 class Use(NamedTuple):
-    """One place where a tied parameter is used: a layer, and the parameter's name there (None: all of them)."""
+    """One place where a tied parameter is used: a layer, and the parameter's name there (None: all of them).
+
+    ``copy`` tells the copies of a layer apart where a schedule keeps two.
+    """
 
     layer: int
     parameter: str | None
+    copy: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline import failures
 from pipeline.agreement import Closing, Report, close
-from pipeline.buffers import Snapshot
+from pipeline.buffers import Snapshot, share_with_twins
 from pipeline.build import ParamGroups, build_layers
 from pipeline.config import PipelineConfig
 from pipeline.errors import FormVaried, GradientError, LinkError, LossError, ModelError
@@ -21,7 +21,7 @@ from pipeline.plan import Plan
 from pipeline.random_state import preserved
 from pipeline.stage import Stage
 from pipeline.step import Failure, Step
-from pipeline.ties import Role, TiedGradients
+from pipeline.ties import Held, Role, TiedGradients, with_twins
 from pipeline.update import MakeOptimizer, MakeScheduler, Updater, squared_norms
 from pipeline.watch import At
 from schedules import Schedule, lower
@@ -48,13 +48,13 @@ class Runner:
         self.schedule = plan.build_schedule()
         self._mesh = mesh
         self._config = config
-        layers_of_stage = {
-            stage: plan.partition.layers_of(self.schedule.layer_group_of_stage[stage])
-            for stage in self.schedule.stages_of_rank(mesh.pipe_rank)
-        }
+        own = self.schedule.stages_of_rank(mesh.pipe_rank)
+        layers_of_stage = {stage: _layers_of_stage(stage, self.schedule, plan) for stage in own}
+        self.all_ties = with_twins(module, 1 + max(self.schedule.copy_of_stage))
         self.built = build_layers(
             module,
-            {index for layers in layers_of_stage.values() for index in layers},
+            {held for layers in layers_of_stage.values() for held in layers},
+            self.all_ties,
             random,
             mesh.pipeline,
             param_groups=param_groups,
@@ -64,12 +64,12 @@ class Runner:
         ends = {route[-1] for route in self.schedule.routes}
         loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, spares_input=True)
         self.stages = {
-            stage: Stage(stage, [self.built.layers[i] for i in layers], loss if stage in ends else None)
+            stage: Stage(stage, [self.built.layers[held] for held in layers], loss if stage in ends else None)
             for stage, layers in layers_of_stage.items()
         }
         self.varying = _varying_stages(module, self.schedule, plan)
-        self.all_ties = module.ties()
-        self.ties = TiedGradients(self.all_ties, self.built.flats, self._world_rank_of_layer(), mesh.link)
+        self._rank_of_layer = self._world_rank_of_layer()
+        self.ties = TiedGradients(self.all_ties, self.built.flats, self._rank_of_layer, mesh.link)
         mesh.link.connect(self._pairs())
         if make_optimizer is not None and not self.built.trainable:
             raise ModelError("no parameter of the model is trainable; set requires_grad on what is to be trained")
@@ -78,14 +78,13 @@ class Runner:
         self._before: list[Snapshot] = []
         self._executors: dict[tuple[bool, int], Executor] = {}
 
-    def _world_rank_of_layer(self) -> list[int]:
-        """The rank, in this rank's own pipeline, that holds each layer."""
-        stage_of_group = {group: stage for stage, group in enumerate(self.schedule.layer_group_of_stage)}
-        return [
-            self._mesh.world_rank(self._mesh.data_rank, self.schedule.rank_of_stage[stage_of_group[group]])
-            for group in range(self.plan.partition.parts)
-            for _ in self.plan.partition.layers_of(group)
-        ]
+    def _world_rank_of_layer(self) -> dict[Held, int]:
+        """The rank, in this rank's own pipeline, that holds each copy of each layer."""
+        return {
+            held: self._mesh.world_rank(self._mesh.data_rank, rank)
+            for stage, rank in enumerate(self.schedule.rank_of_stage)
+            for held in _layers_of_stage(stage, self.schedule, self.plan)
+        }
 
     def _pairs(self) -> list[tuple[int, int]]:
         """Ranks of the world, the first of which sends to the second: activations, gradients, gradients of ties."""
@@ -172,11 +171,11 @@ class Runner:
 
     def _check_gradients(self, step: Step) -> None:
         """Let the step fail on this rank when some gradient went elsewhere than where it is looked for."""
-        for index, flat in self.built.flats.items():
+        for held, flat in self.built.flats.items():
             try:
                 flat.check_gradients()
             except GradientError as error:
-                layer = self.built.layers[index].name
+                layer = self.built.layers[held].name
                 step.failure = step.failure or Failure("the end of the step", layer, error, time.time())
 
     def undo(self) -> None:
@@ -186,11 +185,13 @@ class Runner:
             snapshot.put_back()
 
     def _share_buffers(self) -> None:
-        """Give every copy of the pipeline the first one's running statistics and the like, once a step: evaluation,
-        state and checkpoints then do not depend on which copy is asked."""
+        """Give every copy of the pipeline, and the second copy of a layer, the first one's running statistics and the
+        like, once a step: evaluation, state and checkpoints then do not depend on which copy is asked."""
         if self._mesh.data > 1:
             for layer in self.built.layers.values():
                 layer.buffers.share(self._mesh.replicas)
+        buffers = {held: layer.buffers for held, layer in self.built.layers.items()}
+        share_with_twins(buffers, self._rank_of_layer, self._mesh.link)
 
     def _set_mode(self, train: bool) -> None:
         """Put all layers into training or evaluation mode."""
@@ -219,6 +220,12 @@ class Runner:
                 for vector in layer.flat.vectors:
                     if vector.gradients.numel():
                         self._mesh.replicas.all_reduce(vector.gradients)
+
+
+def _layers_of_stage(stage: int, schedule: Schedule, plan: Plan) -> list[Held]:
+    """The layers of a stage, and which copy of them it holds."""
+    layers = plan.partition.layers_of(schedule.layer_group_of_stage[stage])
+    return [Held(layer, schedule.copy_of_stage[stage]) for layer in layers]
 
 
 def _varying_stages(module: PipelineModule, schedule: Schedule, plan: Plan) -> frozenset[int]:

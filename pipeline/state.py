@@ -20,7 +20,7 @@ __all__ = ["NamedState", "gather_to_first", "load_named", "named_state"]
 
 class NamedState(NamedTuple):
     """The tensors of this rank under the names of a whole model: ``owned`` once in the pipeline, ``copies`` of
-    tied parameters whose first use is on another rank."""
+    tied parameters whose first use is on another rank, and of all that a second copy of a layer holds."""
 
     owned: dict[str, Tensor]
     copies: dict[str, Tensor]
@@ -33,7 +33,7 @@ def named_state(built: BuiltLayers, ties: Sequence[Tie]) -> NamedState:
     """
     owned: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
-    for index, layer in built.layers.items():
+    for held, layer in built.layers.items():
         if layer.module is None:
             continue
         parameters = dict(layer.module.named_parameters())
@@ -41,11 +41,11 @@ def named_state(built: BuiltLayers, ties: Sequence[Tie]) -> NamedState:
             if not isinstance(tensor, Tensor):
                 continue
             if name not in parameters:
-                owned[f"layers.{index}.{name}"] = tensor.detach()
+                (copies if held.copy else owned)[f"layers.{held.layer}.{name}"] = tensor.detach()
                 continue
-            part = role(ties, built.layers, index, name)
+            part = role(ties, built.layers, held, name)
             if part is not Role.ALIAS:
-                (owned if part is Role.OWNER else copies)[owner_name(ties, index, name)] = tensor.detach()
+                (owned if part is Role.OWNER else copies)[owner_name(ties, held.layer, name)] = tensor.detach()
     return NamedState(owned, copies)
 
 

@@ -1,4 +1,4 @@
-"""Tied weights: every use has a gradient of its own, and uses are added in layer order wherever they are."""
+"""Tied weights, twins among them: every use has a gradient of its own, and they are added in one order everywhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from itertools import permutations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,38 @@ from torch import Tensor, nn
 from pipeline.errors import ModelError
 from pipeline.gradients.flat import FlatLayer
 from pipeline.links.protocol import LANE_CONTROL, Link
-from pipeline.module import Tie, Use
+from pipeline.module import PipelineModule, Tie, Use
 
-__all__ = ["Role", "TiedGradients", "owner_name", "role", "separate", "share"]
+__all__ = ["Held", "Role", "TiedGradients", "owner_name", "role", "separate", "share", "with_twins"]
+
+
+class Held(NamedTuple):
+    """A layer as a rank holds it: its index in the list, and which copy, 0 but where a schedule keeps two."""
+
+    layer: int
+    copy: int = 0
+
+
+def with_twins(module: PipelineModule, copies: int) -> tuple[Tie, ...]:
+    """The ties of a model of which a schedule keeps so many copies: every parameter is tied to itself in the others.
+
+    Uses stand in layer order, those of one layer in the order of copies.  Ties of one copy are the model's own.
+    """
+    own = module.ties()
+    if copies == 1:
+        return own
+    ties = [Tie(tie.name, tuple(use._replace(copy=c) for use in tie.uses for c in range(copies))) for tie in own]
+    for layer, entry in enumerate(module.entries):
+        tied = {use.parameter for tie in own for use in tie.uses if use.layer == layer}
+        if None in tied:
+            continue
+        names: list[str | None] = [None]
+        if tied and isinstance(entry, nn.Module):  # the rest of a layer that shares some of its parameters
+            names = [name for name, _ in entry.named_parameters() if name not in tied]
+        for name in names:
+            uses = tuple(Use(layer, name, number) for number in range(copies))
+            ties.append(Tie(f"layers.{layer}" if name is None else f"layers.{layer}.{name}", uses))
+    return tuple(ties)
 
 
 class Role(IntEnum):
@@ -31,15 +61,19 @@ class Role(IntEnum):
     ALIAS = 2
 
 
-def role(ties: Sequence[Tie], local: Mapping[int, object], layer: int, parameter: str) -> Role:
+def role(ties: Sequence[Tie], local: Mapping[Held, object], held: Held, parameter: str) -> Role:
     """The role of one parameter on a rank that holds the layers ``local``."""
     for tie in ties:
-        if _uses(tie, layer, parameter):
-            if tie.uses[0].layer == layer:
+        if _uses(tie, held.layer, parameter):
+            if _held(tie.uses[0]) == held:
                 return Role.OWNER
-            first_here = next(use for use in tie.uses if use.layer in local)
-            return Role.COPY if first_here.layer == layer else Role.ALIAS
+            first_here = next(use for use in tie.uses if _held(use) in local)
+            return Role.COPY if _held(first_here) == held else Role.ALIAS
     return Role.OWNER
+
+
+def _held(use: Use) -> Held:
+    return Held(use.layer, use.copy)
 
 
 def owner_name(ties: Sequence[Tie], layer: int, parameter: str) -> str:
@@ -55,29 +89,29 @@ def _uses(tie: Tie, layer: int, parameter: str) -> bool:
     return any(use.layer == layer and use.parameter in (None, parameter) for use in tie.uses)
 
 
-def separate(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+def separate(modules: Mapping[Held, nn.Module]) -> dict[Held, nn.Module]:
     """The modules, each layer's with children and Parameter objects of its own where different layers held the same."""
     children: set[int] = set()
-    parameters: dict[int, int] = {}
+    parameters: dict[int, Held] = {}
     separated = {}
-    for layer, module in sorted(modules.items()):
+    for held, module in sorted(modules.items()):
         shares = any(id(child) in children for child in module.modules())
-        separated[layer] = own = copy.deepcopy(module) if shares else module
+        separated[held] = own = copy.deepcopy(module) if shares else module
         children.update(map(id, module.modules()))
         for child in own.modules():
             for name, parameter in child._parameters.items():
-                if parameter is not None and parameters.setdefault(id(parameter), layer) != layer:
+                if parameter is not None and parameters.setdefault(id(parameter), held) != held:
                     setattr(child, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
     return separated
 
 
-def share(ties: Sequence[Tie], flats: Mapping[int, FlatLayer]) -> None:
+def share(ties: Sequence[Tie], flats: Mapping[Held, FlatLayer]) -> None:
     """Let all uses of a parameter on this rank see one storage, that of the first.
 
     Raises ``ModelError`` when uses of one key differ in the names or shapes of their parameters.
     """
     for tie in ties:
-        local = [use for use in tie.uses if use.layer in flats]
+        local = [use for use in tie.uses if _held(use) in flats]
         for use in local[1:]:
             first, other = _parameters(local[0], flats), _parameters(use, flats)
             shapes = [[tuple(p.shape) for p in parameters.values()] for parameters in (first, other)]
@@ -87,39 +121,40 @@ def share(ties: Sequence[Tie], flats: Mapping[int, FlatLayer]) -> None:
                     f"shapes {shapes[0]} and {shapes[1]}; build all uses of a key with the same class and arguments"
                 )
             for mine, name in zip(first.values(), other, strict=True):
-                flats[use.layer].borrow(name, mine.data)
+                flats[_held(use)].borrow(name, mine.data)
 
 
-def _parameters(use: Use, flats: Mapping[int, FlatLayer]) -> dict[str, nn.Parameter]:
-    named = dict(flats[use.layer].module.named_parameters())
+def _parameters(use: Use, flats: Mapping[Held, FlatLayer]) -> dict[str, nn.Parameter]:
+    named = dict(flats[_held(use)].module.named_parameters())
     return named if use.parameter is None else {use.parameter: named[use.parameter]}
 
 
 class TiedGradients:
     """Adds the gradients of all uses of each tied parameter, the same way on every rank that holds one.
 
-    ``rank_of_layer`` are ranks of the link.  Nothing is summed by a collective: its order would depend on the layout.
+    ``rank_of_layer`` are ranks of the link, of every copy of every layer.  Nothing is summed by a collective: its order
+    would depend on the layout.
     """
 
     def __init__(
-        self, ties: Sequence[Tie], flats: Mapping[int, FlatLayer], rank_of_layer: Sequence[int], link: Link
+        self, ties: Sequence[Tie], flats: Mapping[Held, FlatLayer], rank_of_layer: Mapping[Held, int], link: Link
     ) -> None:
         self._link = link
         self._all = ties
-        self._ties = [tie for tie in ties if any(use.layer in flats for use in tie.uses)]
+        self._ties = [tie for tie in ties if any(_held(use) in flats for use in tie.uses)]
         self._flats = flats
         self._rank_of_layer = rank_of_layer
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
         """The ranks, of those that ``rank_of_layer`` names, that send each other gradients."""
-        holders = [{self._rank_of_layer[use.layer] for use in tie.uses} for tie in self._all]
+        holders = [{self._rank_of_layer[_held(use)] for use in tie.uses} for tie in self._all]
         return {pair for ranks in holders for pair in permutations(sorted(ranks), 2)}
 
     def add(self) -> None:
         """Collective over the ranks that hold uses; afterwards each rank's first use holds the sum."""
         for tie in self._ties:
-            local = {use: self._gradients(use) for use in tie.uses if use.layer in self._flats}
+            local = {use: self._gradients(use) for use in tie.uses if _held(use) in self._flats}
             sizes = [g.numel() for g in next(iter(local.values()))]
             if not sizes:
                 continue
@@ -132,7 +167,7 @@ class TiedGradients:
                 gradient.copy_(part.view(gradient.shape))
 
     def _gradients(self, use: Use) -> list[Tensor]:
-        gradients = self._flats[use.layer].gradients()
+        gradients = self._flats[_held(use)].gradients()
         return (
             list(gradients.values())
             if use.parameter is None
@@ -140,17 +175,17 @@ class TiedGradients:
         )
 
     def _terms(self, tie: Tie, local: Mapping[Use, list[Tensor]]) -> list[Tensor]:
-        """The gradient of every use as a vector, in layer order; those of other ranks are exchanged."""
+        """The gradient of every use as a vector, in the order of uses; those of other ranks are exchanged."""
         here = self._link.rank
         vectors = {use: torch.cat([g.reshape(-1) for g in gradients]) for use, gradients in local.items()}
         like = next(iter(vectors.values()))
-        others = sorted({self._rank_of_layer[use.layer] for use in tie.uses} - {here})
+        others = sorted({self._rank_of_layer[_held(use)] for use in tie.uses} - {here})
         sends = [self._link.send(peer, vector, LANE_CONTROL) for peer in others for vector in vectors.values()]
         receives = []
         for use in tie.uses:
             if use not in vectors:
                 vectors[use] = torch.empty_like(like)
-                receives.append(self._link.receive(self._rank_of_layer[use.layer], vectors[use], LANE_CONTROL))
+                receives.append(self._link.receive(self._rank_of_layer[_held(use)], vectors[use], LANE_CONTROL))
         for pending in (*receives, *sends):
             pending.wait()
         return [vectors[use] for use in tie.uses]

@@ -4,18 +4,20 @@ A rank that is idle waits for a message, or for the end of the step. The message
 rank, which had waited for its rank or for a message, and so on. That chain covers the idle stretch without a
 hole, and each of its pieces says why:
 
-    a message under way                             link a pass that could have begun and had not        host:
-    what the runtime costs, in a measured step only a pass                                          as long as
-    with equal stages: warm-up until the rank's first
-                                                    backward, drain after its last forward, dependency
-                                                    between; what the wait is longer than that: imbalance
+    a message under way                         link
+    parameters that are not yet whole           reduction
+    a pass that could have begun and had not    host: what the runtime costs, in a measured step only
+    a pass                                      as long as with equal stages: warm-up until the rank's first backward,
+                                                drain after its last forward, dependency between; what the wait is
+                                                longer than that: imbalance
 
-Behind the last pass of all, what the rank's own reductions cover is reduction, and the rest is host.
+Behind the last pass of all, what reductions cover is reduction, what longer steps of other ranks cover is imbalance,
+and the rest is host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,7 +85,7 @@ def find_gaps(timeline: Timeline) -> Gaps:
     ordinary = np.minimum(waits, _waits_of_equal_stages(timeline, gaps))
     parts = gaps.parts
     parts[np.arange(len(waits)), _phase(timeline, gaps)] = ordinary
-    parts[:, IMBALANCE] = waits - ordinary
+    parts[:, IMBALANCE] += waits - ordinary
     return gaps
 
 
@@ -140,6 +142,8 @@ class _Chains(NamedTuple):
     sender: Integers
     """The entry whose message arrived last, or NOBODY."""
     arrival: Floats
+    whole: Floats
+    """When the parameters of its stage were whole."""
 
     @staticmethod
     def of(timeline: Timeline) -> _Chains:
@@ -148,7 +152,8 @@ class _Chains(NamedTuple):
         firsts, behind = schedule.entries.starts[:-1], schedule.entries.starts[1:]
         previous = np.arange(len(start), dtype=np.intp) - 1
         previous[firsts[firsts < behind]] = NOBODY
-        arrivals = np.append(end + timeline.hop, -np.inf)[schedule.senders]
+        travel = timeline.hop if timeline.travel is None else timeline.travel
+        arrivals = np.append(end, -np.inf)[schedule.senders] + travel
         last = np.argmax(arrivals, axis=0)[None]
         sender = np.take_along_axis(schedule.senders, last, axis=0)[0]
         return _Chains(
@@ -158,6 +163,7 @@ class _Chains(NamedTuple):
             free=np.append(end, 0.0)[previous],
             sender=np.where(sender == len(start), NOBODY, sender),
             arrival=np.take_along_axis(arrivals, last, axis=0)[0],
+            whole=np.full(len(start), -np.inf) if timeline.whole is None else timeline.whole,
         )
 
     @property
@@ -179,12 +185,13 @@ def _traced(timeline: Timeline) -> Gaps:
     there = np.where(sender == NOBODY, start, np.clip(arrival, start, end))
     sent = np.where(at_end | (sender == NOBODY), there, np.clip(np.append(chains.end, 0.0)[sender], start, there))
     parts = np.zeros((len(rank), len(CAUSES)))
-    parts[:, HOST] = end - there
+    parts[:, REDUCTION] = np.clip(np.append(chains.whole, -np.inf)[before], there, end) - there
+    parts[:, HOST] = end - there - parts[:, REDUCTION]
     parts[:, LINK] = there - sent
 
     gaps = Gaps(rank, start, end, before, sender, parts)
     _walk(chains, gaps, sent)
-    _take_reductions(timeline, gaps, at_end, there)
+    _take_the_end(timeline, gaps, at_end, there)
     return gaps
 
 
@@ -203,11 +210,17 @@ def _waits_of_equal_stages(timeline: Timeline, gaps: Gaps) -> Floats:
     equal = mean[kind]
     if np.allclose(took, equal, rtol=1e-9, atol=0.0):
         return np.full(len(gaps.rank), np.inf)
-    delay = np.where(schedule.senders == len(took), 0.0, timeline.hop)
+    delay = np.where(schedule.senders == len(took), 0.0, timeline.hop if timeline.travel is None else timeline.travel)
     times = earliest(schedule.entries.starts, schedule.senders, delay, equal, schedule.describe)
     cuts = schedule.entries.starts[1:-1]
     others = _traced(
-        replace(timeline, start=tuple(np.split(times.start, cuts)), end=tuple(np.split(times.end, cuts)), other=())
+        replace(
+            timeline,
+            start=tuple(np.split(times.start, cuts)),
+            end=tuple(np.split(times.end, cuts)),
+            other=(),
+            whole=None,
+        )
     )
     # A gap is known by the entry that ends it, or by its rank where the step ends it.
     waits = np.zeros(len(took) + schedule.ranks)
@@ -260,7 +273,9 @@ def _walk(chains: _Chains, gaps: Gaps, until: Floats) -> None:
     while active.size:
         began = np.clip(chains.start[node], start, until)
         there = np.clip(ready[node], start, began)
-        gaps.parts[active, HOST] += began - there
+        shared = np.clip(chains.whole[node], there, began) - there
+        gaps.parts[active, REDUCTION] += shared
+        gaps.parts[active, HOST] += began - there - shared
         message = by_message[node]
         node = np.where(message, chains.sender[node], chains.previous[node])
         until = np.where(message, np.clip(sent[node], start, there), there)
@@ -269,17 +284,26 @@ def _walk(chains: _Chains, gaps: Gaps, until: Floats) -> None:
         active, node, until, start = active[goes_on], node[goes_on], until[goes_on], start[goes_on]
 
 
-def _take_reductions(timeline: Timeline, gaps: Gaps, at_end: NDArray[np.bool_], there: Floats) -> None:
-    """Behind the last pass of all: move from host to reduction what the rank's own reductions cover."""
-    until = there.copy()
-    spans = [span for span in timeline.other if span.track == "reduce"]
+def _take_the_end(timeline: Timeline, gaps: Gaps, at_end: NDArray[np.bool_], there: Floats) -> None:
+    """Behind the last pass of all: move from host what is spent on reductions, and on longer steps of others."""
+    for track, cause in (("reduce", REDUCTION), ("step", IMBALANCE)):
+        covered = np.zeros(len(gaps.rank))
+        for begin, end in _together(span for span in timeline.other if span.track == track):
+            covered += np.maximum(np.minimum(gaps.end, end) - np.maximum(there, begin), 0.0)
+        moved = np.where(at_end, np.minimum(covered, gaps.parts[:, HOST]), 0.0)
+        gaps.parts[:, cause] += moved
+        gaps.parts[:, HOST] -= moved
+
+
+def _together(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The stretches that at least one of the spans covers."""
+    found: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda one: one.start):
-        for gap in np.flatnonzero(at_end & (gaps.rank == span.rank)).tolist():
-            begins, ends = max(span.start, float(until[gap])), min(span.end, float(gaps.end[gap]))
-            if ends > begins:
-                gaps.parts[gap, REDUCTION] += ends - begins
-                gaps.parts[gap, HOST] -= ends - begins
-                until[gap] = ends
+        if found and span.start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], span.end)
+        else:
+            found.append((span.start, span.end))
+    return found
 
 
 def _phase(timeline: Timeline, gaps: Gaps) -> Integers:

@@ -29,16 +29,29 @@ def messages(schedule: Schedule) -> Messages:
     return Messages(source[consumer], consumer)
 
 
+class Slots(NamedTuple):
+    """Where each message stands in a table of shape (messages per entry, entries); each shape (messages,)."""
+
+    line: NDArray[np.intp]
+    """1 for what the second action of a Pair takes in, else 0."""
+    entry: NDArray[np.intp]
+
+
+def slots(schedule: Schedule, consumer: NDArray[np.intp]) -> Slots:
+    """The place of each message by the action that takes it in."""
+    entry = schedule.entries.of_action[consumer]
+    second = consumer != schedule.entries.first_action[entry]
+    return Slots(second.astype(np.intp), entry)
+
+
 def senders(schedule: Schedule) -> NDArray[np.intp]:
     """For each entry the entries whose messages it needs; see ``Schedule.senders``."""
     _check_order_of_rows(schedule)
-    entries = schedule.entries
-    count = len(entries.rank)
+    count = len(schedule.entries.rank)
     producer, consumer = messages(schedule)
-    receiver = entries.of_action[consumer]
-    second = consumer != entries.first_action[receiver]  # the second action of a Pair
-    table = np.full((2 if second.any() else 1, count), count, dtype=np.intp)
-    table[second.astype(np.intp), receiver] = entries.of_action[producer]
+    line, entry = slots(schedule, consumer)
+    table = np.full((1 + line.max(initial=0), count), count, dtype=np.intp)
+    table[line, entry] = schedule.entries.of_action[producer]
     return table
 
 

@@ -35,3 +35,19 @@ def loop(ranks: int, stages_per_rank: int) -> Placement:
     """Stage s on rank s mod ranks: 0 1 2 3 0 1 2 3, the last rank hands on to the first."""
     stages = tuple(range(ranks * stages_per_rank))
     return Placement(tuple(stage % ranks for stage in stages), (stages,), stages)
+
+
+def wave(ranks: int, stages_per_rank: int) -> Placement:
+    """Back and forth: 0 1 2 3 3 2 1 0, so that stages that follow each other at a turn share a rank."""
+    forth = tuple(range(ranks))
+    stages = tuple(range(ranks * stages_per_rank))
+    return Placement(tuple((forth, forth[::-1])[s // ranks % 2][s % ranks] for s in stages), (stages,), stages)
+
+
+def both_ways(ranks: int, stages_per_rank: int) -> Placement:
+    """Two copies of every stage: a micro-batch enters at the first rank or at the last.
+
+    Stages 0 to p - 1 are on ranks 0 to p - 1, their twins p to 2 p - 1 on ranks p - 1 to 0.
+    """
+    there, back = tuple(range(ranks)), tuple(range(ranks, 2 * ranks))
+    return Placement(there + there[::-1], (there, back), there + there)

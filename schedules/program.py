@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,6 +68,7 @@ class Instruction(NamedTuple):
 
 OPS = tuple(Op)
 CODE = {op: code for code, op in enumerate(OPS)}  # those of passes are the codes of their kinds
+PASSES = tuple(CODE[op] for op in (Op.F, Op.B, Op.I, Op.W, Op.PAIR))
 OP, ACTION, PEER = range(3)
 """Columns of a program's table: code of the Op, number of the action (or of the stage), rank of the peer."""
 
@@ -111,6 +113,13 @@ class Program:
                 message = actions[number], actions[consumer_of[number]]
                 sent.setdefault((rank, peer), []).append(message)
         return {channel: tuple(pairs) for channel, pairs in sorted(sent.items())}
+
+    @staticmethod
+    def from_csv(path: str | os.PathLike[str], *, name: str | None = None, depth: int = 0) -> Program:
+        """Read torch's form with communication, and prove what was read; see ``schedules.interchange``."""
+        from schedules.interchange import program_from_csv
+
+        return program_from_csv(path, name=name, depth=depth)
 
     def lane(self, source: int, destination: int, lane: Lane) -> tuple[tuple[Action, Action], ...]:
         """The messages from one rank to another that travel in one lane, in the order of sending."""

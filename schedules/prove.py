@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from schedules.earliest import earliest
 from schedules.errors import IllegalProgram
 from schedules.messages import messages
-from schedules.program import ACTION, CODE, OP, PEER, Op, Program, describe
+from schedules.program import ACTION, CODE, OP, PASSES, PEER, Op, Program, describe
 from schedules.table import JOINED, KIND, F
 
 Integers = NDArray[np.intp]
 
 SENDS = (CODE[Op.SEND_F], CODE[Op.SEND_B])
 RECEIVES = (CODE[Op.RECV_F], CODE[Op.RECV_B])
-PASSES = tuple(CODE[op] for op in (Op.F, Op.B, Op.I, Op.W, Op.PAIR))
 
 
 class Transfers(NamedTuple):

@@ -54,7 +54,7 @@ class Stages(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Which numbers of micro-batches there is an order for."""
+    """Which numbers of micro-batches, or of ranks, there is an order for."""
 
     text: str
     """How to say it: "the schedule needs {text}"."""
@@ -64,6 +64,8 @@ class Numbers(NamedTuple):
 
 ONE = Stages(1, 1, 1)
 ANY_NUMBER = Numbers("any number of micro-batches", lambda ranks, stages_per_rank, micro_batches: True)
+ANY_RANKS = Numbers("any number of ranks", lambda ranks, stages_per_rank, micro_batches: True)
+EVEN_RANKS = Numbers("an even number of ranks", lambda ranks, stages_per_rank, micro_batches: ranks % 2 == 0)
 
 Peak = Callable[[int, int, int], float]
 Order = Callable[..., Iterable[Row]]
@@ -82,6 +84,7 @@ class Facts:
     aliases: tuple[str, ...]
     placement: str
     stages_per_rank: Stages
+    ranks: Numbers
     micro_batches: Numbers
     splits_backward: bool
     peak: Peak
@@ -105,6 +108,7 @@ def schedule(
     peak: Peak,
     placement: PlacementRule = line,
     stages_per_rank: Stages = ONE,
+    ranks: Numbers = ANY_RANKS,
     micro_batches: Numbers = ANY_NUMBER,
     splits_backward: bool = False,
     with_more_stages: str | None = None,
@@ -132,6 +136,7 @@ def schedule(
             aliases=aliases,
             placement=placement.__name__,
             stages_per_rank=stages_per_rank,
+            ranks=ranks,
             micro_batches=micro_batches,
             splits_backward=splits_backward,
             peak=peak,
@@ -245,8 +250,12 @@ def _check_shape(known: Facts, ranks: int, stages_per_rank: int, micro_batches: 
             f"{known.name} holds {known.stages_per_rank} stages a rank, not {stages_per_rank}; "
             f"set stages_per_rank to {known.stages_per_rank.default}{hint}"
         )
+    if not known.ranks.allow(ranks, stages_per_rank, micro_batches):
+        nearest = _nearest(ranks, lambda number: known.ranks.allow(number, stages_per_rank, micro_batches))
+        hint = f"set ranks to {nearest}" if nearest else f"no number works with {micro_batches} micro-batches"
+        raise ImpossibleShape(f"{known.name} needs {known.ranks.text}, not {ranks}; {hint}")
     if not known.micro_batches.allow(ranks, stages_per_rank, micro_batches):
-        nearest = _nearest(known, ranks, stages_per_rank, micro_batches)
+        nearest = _nearest(micro_batches, lambda number: known.micro_batches.allow(ranks, stages_per_rank, number))
         hint = f"set micro_batches to {nearest}" if nearest else f"no number works with {ranks} ranks"
         raise ImpossibleShape(
             f"{known.name} needs {known.micro_batches.text}, not {micro_batches} with {ranks} ranks and "
@@ -254,15 +263,11 @@ def _check_shape(known: Facts, ranks: int, stages_per_rank: int, micro_batches: 
         )
 
 
-def _nearest(known: Facts, ranks: int, stages_per_rank: int, micro_batches: int) -> str:
-    """The nearest numbers of micro-batches below and above that work, in words."""
-
-    def works(number: int) -> bool:
-        return known.micro_batches.allow(ranks, stages_per_rank, number)
-
-    below = next(filter(works, range(micro_batches - 1, 0, -1)), None)
-    above = next(filter(works, range(micro_batches + 1, micro_batches + 8 * ranks * stages_per_rank)), None)
-    return " or ".join(str(number) for number in (below, above) if number is not None)
+def _nearest(number: int, works: Callable[[int], bool]) -> str:
+    """The nearest numbers below and above that work, in words."""
+    below = next(filter(works, range(number - 1, 0, -1)), None)
+    above = next(filter(works, range(number + 1, 8 * number + 64)), None)
+    return " or ".join(str(one) for one in (below, above) if one is not None)
 
 
 def _check_options(known: Facts, options: Mapping[str, object]) -> None:

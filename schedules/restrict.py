@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedules.action import Kind
 from schedules.schedule import Schedule
-from schedules.table import JOINED, KIND, MICRO_BATCH, F, Table
+from schedules.table import KIND, MICRO_BATCH, F, alternate, kept, passes
 
 __all__ = ["forwards_of", "shortened"]
 
@@ -19,8 +20,26 @@ def shortened(schedule: Schedule, micro_batches: int) -> Schedule:
 
 
 def forwards_of(schedule: Schedule, micro_batches: int) -> Schedule:
-    """The forwards alone, on the same placement: how a model laid out for training is evaluated."""
-    return _kept(schedule, micro_batches, "forward-only", kind=F)
+    """The forwards alone, on the same placement: how a model laid out for training is evaluated.
+
+    Where there are two copies of the layers only the first is used, so that all outputs come out at one end, in order.
+    """
+    if len(schedule.routes) == 1:
+        return _kept(schedule, micro_batches, "forward-only", kind=F)
+    numbers, route = np.arange(micro_batches), schedule.routes[0]
+    rows = []
+    for rank in range(schedule.ranks):
+        own = [passes(Kind.F, stage, numbers) for stage in route if schedule.rank_of_stage[stage] == rank]
+        rows.append(alternate(*own) if own else ())
+    return Schedule.from_rows(
+        "forward-only",
+        rows,
+        schedule.rank_of_stage,
+        routes=schedule.routes,
+        route_of_micro_batch=(0,) * micro_batches,
+        layer_group_of_stage=schedule.layer_group_of_stage,
+        micro_batches=micro_batches,
+    )
 
 
 def _kept(schedule: Schedule, micro_batches: int, name: str, kind: int | None = None) -> Schedule:
@@ -30,7 +49,7 @@ def _kept(schedule: Schedule, micro_batches: int, name: str, kind: int | None = 
         keep = table[:, MICRO_BATCH] < micro_batches
         if kind is not None:
             keep &= table[:, KIND] == kind
-        rows.append(_without_lone_partners(table, keep))
+        rows.append(kept(table, keep))
     return Schedule.from_rows(
         name,
         rows,
@@ -40,12 +59,3 @@ def _kept(schedule: Schedule, micro_batches: int, name: str, kind: int | None = 
         layer_group_of_stage=schedule.layer_group_of_stage,
         micro_batches=micro_batches,
     )
-
-
-def _without_lone_partners(table: Table, keep: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Table:
-    """The kept lines; an action whose partner in a pair is left out stands alone."""
-    joined = table[:, JOINED].astype(bool)
-    joined[:-1] &= keep[1:]
-    kept = table[keep].copy()
-    kept[:, JOINED] = joined[keep]
-    return kept

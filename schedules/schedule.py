@@ -132,6 +132,12 @@ class Schedule:
         """Slices the layer list is cut into: one a stage, or one for both copies of a stage."""
         return max(self.layer_group_of_stage, default=-1) + 1
 
+    @cached_property
+    def copy_of_stage(self) -> tuple[int, ...]:
+        """How many stages before each one hold the same slice of the layers: 0, or 1 for a twin."""
+        groups = self.layer_group_of_stage
+        return tuple(groups[:stage].count(group) for stage, group in enumerate(groups))
+
     @property
     def stages_per_rank(self) -> int:
         """The largest number of stages that one rank holds."""

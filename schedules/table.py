@@ -36,14 +36,36 @@ def passes(kind: Kind, stage: int | Sequence[int] | NDArray[np.integer], micro_b
     return table
 
 
-def alternate(first: Table, second: Table) -> Table:
-    """first[0], second[0], first[1], second[1], ...; both must have the same length."""
-    return np.stack([first, second], axis=1).reshape(-1, 4)
+def alternate(*tables: Table) -> Table:
+    """first[0], second[0], ..., first[1], second[1], ...; all must have the same length."""
+    return np.stack(tables, axis=1).reshape(-1, 4)
+
+
+def by_slot(*parts: tuple[Table, NDArray[np.integer]]) -> Table:
+    """The lines of all tables in the order of the slots they are given, a number each; of equal ones, as given."""
+    order = np.argsort(np.concatenate([slots for _, slots in parts]), kind="stable")
+    return in_order(*(table for table, _ in parts))[order]
+
+
+def joined(table: Table) -> Table:
+    """The same lines, each of them run as one instruction with whatever comes next."""
+    pairs = table.copy()
+    pairs[:, JOINED] = 1
+    return pairs
 
 
 def in_order(*tables: Table) -> Table:
     """One table after the other."""
     return np.concatenate(tables) if tables else np.zeros((0, 4), dtype=np.int32)
+
+
+def kept(table: Table, keep: NDArray[np.bool_]) -> Table:
+    """The lines of a row that are to be kept; an action whose partner in a pair is left out stands alone."""
+    with_next = table[:, JOINED].astype(bool)
+    with_next[:-1] &= keep[1:]
+    lines = table[keep].copy()
+    lines[:, JOINED] = with_next[keep]
+    return lines
 
 
 def as_table(row: Row) -> Table:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.errors import StampError
+from schedules.costs import Costs
+from schedules.errors import CostError, StampError
 from schedules.schedule import Schedule
-from schedules.table import KIND, B, F, W
+from schedules.table import KIND, STAGE, B, F, I, W
 
 if TYPE_CHECKING:
     from schedules.causes import Bubble, Gaps
@@ -50,6 +51,12 @@ class Timeline:
     """Spans on tracks beside compute."""
     hop: float = 0.0
     """How long a message travels between two ranks; what a wait exceeds it by is not the link's fault."""
+    costs: Costs | None = field(default=None, repr=False)
+    """What it was predicted for."""
+    travel: Seconds | None = field(default=None, repr=False)
+    """How long the messages to each entry travelled, shape as ``schedule.senders``; None: all of them one hop."""
+    whole: Seconds | None = field(default=None, repr=False)
+    """When the parameters of each entry were whole, shape (entries,); None: always."""
 
     @staticmethod
     def measured(
@@ -111,19 +118,47 @@ class Timeline:
         work = sum(float((end - start).sum()) for start, end in rows)
         return 1 - work / (self.schedule.ranks * longest) if longest else 0.0
 
-    # Memory, in micro-batches of a rank's whole share of the model.
+    # How much better it could be.
+
+    @cached_property
+    def bound(self) -> float:
+        """The time that no order of these passes on this placement can be shorter than; see ``schedules.bound``."""
+        from schedules.bound import bound_of
+
+        return bound_of(self)
+
+    @property
+    def gap(self) -> float:
+        """How far the step is above ``bound``, as a part of it."""
+        return self.step_time / self.bound - 1 if self.bound else 0.0
+
+    # Memory, in micro-batches of a rank's whole share of the model or in bytes.
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
         """The most micro-batches a rank holds; one on one of v stages counts 1/v until its W or B ends."""
         return tuple(float(live.max(initial=0.0)) for _, live in map(self.memory, range(self.schedule.ranks)))
 
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most bytes of activations a rank holds. Raises CostError where no bytes are known."""
+        return tuple(float(live.max(initial=0.0)) for _, live in map(self.memory_bytes, range(self.schedule.ranks)))
+
     def memory(self, rank: int) -> tuple[Seconds, NDArray[np.float64]]:
         """Live activations over time as steps: ``live[i]`` from ``times[i]`` until ``times[i + 1]``."""
+        return self._over_time(rank, *self._changes)
+
+    def memory_bytes(self, rank: int) -> tuple[Seconds, NDArray[np.float64]]:
+        """The same in bytes, of which a part is let go when I ends and the rest when W ends.
+
+        Raises CostError where no bytes are known, as in a measured timeline.
+        """
+        return self._over_time(rank, *self._byte_changes)
+
+    def _over_time(self, rank: int, taken: Seconds, freed: Seconds) -> tuple[Seconds, NDArray[np.float64]]:
         entries = slice(*self.schedule.entries.starts[rank : rank + 2])
-        taken, freed = (change[entries] for change in self._memory_changes)
         times = np.stack([self.start[rank], self.end[rank]], axis=1).ravel()
-        live = np.cumsum(np.stack([taken, -freed], axis=1).ravel()) * self._stage_share
+        live = np.cumsum(np.stack([taken[entries], -freed[entries]], axis=1).ravel())
         return np.concatenate([[0.0], times]), np.concatenate([[0.0], live])
 
     @property
@@ -132,14 +167,30 @@ class Timeline:
         return self.schedule.ranks / max(self.schedule.num_layer_groups, 1)
 
     @cached_property
-    def _memory_changes(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Stages' activations taken at the start and freed at the end of every entry."""
-        kind, entry = self.schedule.actions[:, KIND], self.schedule.entries.of_action
-        count = len(self.schedule.entries.rank)
-        taken = np.bincount(entry[kind == F], minlength=count)
+    def _changes(self) -> tuple[Seconds, Seconds]:
+        """Activations taken at the start and freed at the end of every entry, in shares of a rank."""
+        kind = self.schedule.actions[:, KIND]
         # Without a backward nothing outlives its own forward.
         frees = (kind == F) if self.schedule.forward_only else (kind == B) | (kind == W)
-        return taken, np.bincount(entry[frees], minlength=count)
+        return self._by_entry((kind == F) * self._stage_share), self._by_entry(frees * self._stage_share)
+
+    @cached_property
+    def _byte_changes(self) -> tuple[Seconds, Seconds]:
+        """The same in bytes."""
+        if self.costs is None:
+            raise CostError("this timeline knows no bytes: predict it with activation_bytes and weight_grad_bytes")
+        stage, kind = self.schedule.actions[:, STAGE], self.schedule.actions[:, KIND]
+        kept = self.costs.per_stage("activation_bytes", self.schedule.num_stages)[stage]
+        queued = self.costs.per_stage("weight_grad_bytes", self.schedule.num_stages)[stage]
+        if self.schedule.forward_only:
+            return self._by_entry(kept), self._by_entry(kept)
+        freed = np.select([kind == B, kind == I, kind == W], [kept, kept - queued, queued])
+        return self._by_entry(np.where(kind == F, kept, 0.0)), self._by_entry(freed)
+
+    def _by_entry(self, amounts: Seconds) -> Seconds:
+        """What the actions of each entry amount to together."""
+        entries = self.schedule.entries
+        return np.bincount(entries.of_action, amounts, len(entries.rank)).astype(np.float64)
 
     # Why.
 

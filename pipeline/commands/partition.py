@@ -80,15 +80,13 @@ def _options(profile: Profile, options: argparse.Namespace) -> list[Option]:
     for name in schedules.names():
         facts = schedules.facts(name)
         for stages in (n for n in _TRIED_STAGES if facts.stages_per_rank.allow(n)):
-            if stages * options.ranks > len(profile.layers):
-                continue
             try:
                 schedule = schedules.build(
                     name, ranks=options.ranks, micro_batches=options.micro_batches, stages_per_rank=stages
                 )
             except schedules.errors.ImpossibleShape:
                 continue
-            if schedule.forward_only:
+            if schedule.forward_only or schedule.num_layer_groups > len(profile.layers):
                 continue
             cut = make_partition(options.method, schedule, profile=profile)
             found.append(Option(name, stages, cut, predict_timeline(profile, cut, schedule)))

@@ -46,16 +46,20 @@ class Layout:
             **others,
         }
 
-    @property
-    def exact(self) -> bool:
-        """Whether the schedule promises the same bits as every other one that does."""
-        made = build(
+    def build(self) -> Schedule:
+        """The schedule of a whole step."""
+        return build(
             self.schedule,
             ranks=self.ranks // self.data_parallel,
             micro_batches=self.micro_batches,
             stages_per_rank=self.stages_per_rank,
             **dict(self.options),
         )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the schedule promises the same bits as every other one that does."""
+        made = self.build()
         return made.ordered and len(made.routes) == 1
 
 
@@ -80,5 +84,5 @@ def layouts(
     for name in schedules or training_schedules():
         known = facts(name)
         for p, v, m in product(ranks, stages_per_rank, numbers):
-            if known.stages_per_rank.allow(v) and known.micro_batches.allow(p, v, m):
+            if known.stages_per_rank.allow(v) and known.ranks.allow(p, v, m) and known.micro_batches.allow(p, v, m):
                 yield Layout(name, p, v, m)

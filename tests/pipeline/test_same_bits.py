@@ -40,8 +40,9 @@ def any_layout(draw: st.DrawFn) -> Layout:
         ranks, stages_per_rank = draw(st.integers(1, 2)) * 2, facts(name).stages_per_rank.default
         possible = list(layouts((ranks,), (stages_per_rank,), range(1, 9), [name]))
     layout = draw(st.sampled_from(possible))
-    inner = draw(st.lists(st.integers(0, LAYERS), min_size=ranks * stages_per_rank - 1, max_size=12))
-    cuts = (0, *sorted(inner[: ranks * stages_per_rank - 1]), LAYERS)
+    cut = layout.build().num_layer_groups - 1
+    inner = draw(st.lists(st.integers(0, LAYERS), min_size=cut, max_size=12))
+    cuts = (0, *sorted(inner[:cut]), LAYERS)
     recompute = draw(st.sampled_from(["none", "every", "every:3"]) | st.sets(st.integers(0, 11), min_size=1).map(tuple))
     ahead = draw(st.integers(0, 3))
     return Layout(
@@ -159,8 +160,9 @@ def _draw_around_steps(case: Case, layout: Layout) -> tuple[tuple[float, ...], t
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_compute_what_threads_do(ranks: int) -> None:
-    """Every schedule, with copies of the pipeline where there are ranks enough."""
+    """Every schedule that promises the same bits, with copies of the pipeline where there are ranks enough."""
     chosen = [next(layouts((ranks,), (2, 1), (4,), [name])) for name in training_schedules()]
+    chosen = [layout for layout in chosen if layout.exact]
     if ranks == 4:
         chosen.append(Layout("1f1b", 4, data_parallel=2, recompute="every"))
     case = transformer_case(Recipe(), 4, steps=STEPS, optimizer=restless)

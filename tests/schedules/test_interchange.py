@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from schedules import Action, Pair, Schedule, build, names
-from schedules.errors import IllegalSchedule, UnreadableSchedule
+from schedules import Action, Pair, Program, Schedule, build, names
+from schedules.errors import DeadlockError, IllegalProgram, IllegalSchedule, UnreadableSchedule
 from tests.schedules.pictures import rows
 from tests.schedules.strategies import legal_schedules
 
 
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("micro_batches", [1, 5, 8])
+@pytest.mark.parametrize("micro_batches", [2, 5, 8])
 def test_what_is_written_is_read_back(tmp_path: Path, name: str, micro_batches: int) -> None:
+    """With two micro-batches or more, so that both routes show where there are two."""
     schedule = build(name, ranks=4, micro_batches=micro_batches)
     schedule.to_csv(tmp_path / "order.csv")
     assert Schedule.from_csv(tmp_path / "order.csv", name=name) == schedule
@@ -61,6 +61,50 @@ def test_communication_is_skipped(tmp_path: Path) -> None:
     assert Schedule.from_csv(path).rows == Schedule.from_rows("", rows("0F0 0B0 \n 1F0 1B0"), [0, 1]).rows
 
 
+def test_a_program_is_read_as_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "comms.csv"
+    path.write_text(
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1RECV_F0,,1F0,1I0,1SEND_B0,1W0\n"
+    )
+    program = Program.from_csv(path)
+    assert [" ".join(f"{one}," for one in row) for row in program.rows] == [
+        "UNSHARD 0, 0F0, SEND_F 0F0 to 1, RECV_B 0B0 from 1, 0B0, REDUCE_GRAD 0, RESHARD 0, WAIT_SEND 0F0, STEP,",
+        "UNSHARD 1, RECV_F 1F0 from 0, 1F0, 1I0, SEND_B 1I0 to 0, 1W0, REDUCE_GRAD 1, WAIT_SEND 1I0, STEP,",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("0F0,0B0\n1F0,1B0\n", IllegalProgram, "some message of the schedule is not sent"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", IllegalProgram, "some channel has more sends than receives"),
+        (
+            "0F0,0SEND_F0,0SEND_B0,0B0\n1F0,1B0\n",
+            UnreadableSchedule,
+            "line 1, column 3: nothing is there that 0SEND_B0",
+        ),
+        ("0F0,0SEND_F7,0B0\n1F0,1B0\n", UnreadableSchedule, "line 1, column 2: nothing is there that 0SEND_F7"),
+        (
+            "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0,1RECV_F0\n",
+            IllegalProgram,
+            "rank 1's RECV_F 1F0 from 0 stands after its message is needed",
+        ),
+        (
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n",
+            DeadlockError,
+            "rank 0's SEND_F 0F1 to 1 waits for rank 1's SEND_B 1B0 to 0",
+        ),
+    ],
+)
+def test_a_program_that_cannot_run_is_refused(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
+    path = tmp_path / "wrong.csv"
+    path.write_text(text)
+    with pytest.raises(error, match=message):
+        Program.from_csv(path)
+    if error is DeadlockError:
+        Program.from_csv(path, depth=1)
+
+
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
@@ -86,35 +130,3 @@ def test_torch_reads_every_cell_as_we_mean_it() -> None:
         read = theirs._Action.from_str(str(entry))
         assert repr(read) == str(entry)
         assert read.is_compute_op
-
-
-@pytest.mark.parametrize(
-    ("name", "theirs", "stages_per_rank", "shapes"),
-    [
-        ("interleaved-1f1b", "ScheduleInterleaved1F1B", 2, [(4, 8), (4, 4), (4, 10), (4, 20), (3, 2)]),
-        ("interleaved-1f1b", "ScheduleInterleaved1F1B", 3, [(2, 6), (4, 12)]),
-        ("gpipe", "ScheduleGPipe", 1, [(4, 8), (3, 2)]),
-    ],
-)
-def test_the_orders_of_torch(name: str, theirs: str, stages_per_rank: int, shapes: list[tuple[int, int]]) -> None:
-    """Row for row, where torch allows the shape: its number of micro-batches is a multiple of its rounds."""
-    module = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for ranks, micro_batches in shapes:
-        order = _order_of_torch(getattr(module, theirs), ranks, stages_per_rank, micro_batches)
-        schedule = build(name, ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
-        assert [list(map(str, row)) for row in schedule.rows] == order
-
-
-def _order_of_torch(kind: type[Any], ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[str]]:
-    """The action lists of a schedule class, without its stages or process groups."""
-    made = object.__new__(kind)
-    made.__dict__.update(
-        pp_group_size=ranks, n_local_stages=stages_per_rank, _n_microbatches=micro_batches, _num_stages=ranks,
-        number_of_rounds=max(1, micro_batches // ranks), pipeline_order={},
-    )  # fmt: skip
-    made.__dict__["microbatches_per_round"] = micro_batches // made.number_of_rounds
-    if hasattr(made, "_calculate_single_rank_operations"):
-        order = {rank: made._calculate_single_rank_operations(rank) for rank in range(ranks)}
-    else:
-        order = made._get_pipeline_order()
-    return [[str(one) for one in order[rank] if one is not None and one.is_compute_op] for rank in range(ranks)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import Costs, Entry, Schedule, build, lower, simulate
+from schedules import Costs, Entry, Kind, Schedule, build, lower, simulate
 from schedules.action import actions_of
 from schedules.errors import CostError
 from tests.schedules.strategies import legal_schedules
@@ -19,10 +19,26 @@ def slowly(schedule: Schedule, costs: Costs) -> float:
     graph = schedule.graph()
     ends: dict[Entry, float] = {}
     by_kind = costs.by_kind(schedule.num_stages)
+    speed = costs.per_rank("speed", schedule.ranks)
+    size = costs.per_stage("output_bytes", schedule.num_stages)
     for entry in networkx.topological_sort(graph):
         takes = sum(float(by_kind["FBIW".index(one.kind), one.stage]) for one in actions_of(entry))
-        ready = (ends[u] + costs.hop * (kind == "message") for u, _, kind in graph.in_edges(entry, data="kind"))
-        ends[entry] = max(ready, default=0.0) + takes
+        ready = [0.0]
+        for before, _, kind in graph.in_edges(entry, data="kind"):
+            ready.append(ends[before])
+            if kind == "message":
+                # The largest of the messages that the two entries may have for each other.
+                sent = {
+                    one.stage if one.kind is Kind.F else two.stage
+                    for one in actions_of(before)
+                    for two in actions_of(entry)
+                    if one.micro_batch == two.micro_batch
+                    and (one.kind is Kind.F) == (two.kind is Kind.F)
+                    and two.kind is not Kind.W
+                    and abs(one.stage - two.stage) == 1
+                }
+                ready[-1] += costs.hop + max(float(size[stage]) for stage in sent) / costs.bandwidth
+        ends[entry] = max(ready) + takes / speed[graph.nodes[entry]["rank"]]
     return max(ends.values())
 
 
@@ -31,7 +47,10 @@ def slowly(schedule: Schedule, costs: Costs) -> float:
 def test_the_step_is_the_longest_path(schedule: Schedule, seed: int) -> None:
     random = np.random.default_rng(seed)
     f, i, w = random.uniform(0.1, 2.0, (3, schedule.num_stages)).tolist()
-    costs = Costs(F=f, I=i, W=w, hop=float(random.uniform(0, 0.5)))
+    costs = Costs(
+        F=f, I=i, W=w, hop=float(random.uniform(0, 0.5)), bandwidth=2.0,
+        output_bytes=random.uniform(0, 1, schedule.num_stages), speed=random.uniform(0.5, 2, schedule.ranks),
+    )  # fmt: skip
     timeline = simulate(schedule, costs)
     assert timeline.step_time == pytest.approx(slowly(schedule, costs))
     assert timeline.kind == "predicted"
@@ -78,7 +97,7 @@ def test_what_costs_refuse() -> None:
     with pytest.raises(CostError, match=r"Costs.F\[1\] is -1; it must be a finite number"):
         Costs(F=[1, -1])
     for wrong in (float("nan"), float("inf"), "fast", None):
-        with pytest.raises(CostError, match=r"Costs.hop is .*; it must be a finite number of seconds, 0 or more"):
+        with pytest.raises(CostError, match=r"Costs.hop is .*; it must be a finite number, 0 or more"):
             Costs(hop=wrong)  # type: ignore[arg-type]
     with pytest.raises(CostError, match=r"Costs.W has 3 numbers, the schedule has 2 stages; give one number"):
         simulate(build("1f1b", ranks=2, micro_batches=2), Costs(W=[1, 2, 3]))

@@ -120,7 +120,7 @@ def test_reductions_and_steps_behind_the_last_pass() -> None:
     assert timeline.step_time == 9
     assert timeline.busy == (4, 3.5)
     assert shares(timeline, 0) == {"warm-up": 3, "reduction": 2}
-    assert shares(timeline, 1) == {"warm-up": 1, "drain": 1.5, "host": 3}
+    assert shares(timeline, 1) == {"warm-up": 1, "drain": 1.5, "reduction": 2, "imbalance": 1}
     assert timeline.spans[-4:] == other
 
 

@@ -72,7 +72,7 @@ def test_predicted_stands_over_measured_on_one_time_axis() -> None:
     assert "predicted 1f1b: 2 ranks, 3 micro-batches" in words_of(upper)
     assert "measured 1f1b: 2 ranks, 3 micro-batches" in words_of(lower)
     labels = {text.get_text() for legend in drawn.legends for text in legend.get_texts()}
-    assert {"F forward", "B backward", "step", "reduce", "warm-up", "host"} <= labels
+    assert {"F forward", "B backward", "step", "reduce", "warm-up", "reduction", "imbalance"} <= labels
 
 
 def test_the_halves_of_a_pair_share_a_row() -> None:
