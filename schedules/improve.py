@@ -45,7 +45,7 @@ def improve(network: Network, rows: Rows, cap: Sequence[float], tries: int) -> R
         undoing[change.undone(rows)] = move + chance.randint(8, 20)
         undoing = {change: until for change, until in undoing.items() if until > move}
         rows = change.applied(rows)
-        if now.step_time < best.step_time - EPSILON:
+        if now.score < best.score - EPSILON:
             best, best_rows, best_move = now, rows, move
     return best_rows
 
@@ -88,9 +88,9 @@ def _choose(
             continue
         found = times(network, changed)
         tried += 1
-        if found is not None and (choice is None or found.step_time < choice[1].step_time):
+        if found is not None and (choice is None or found.score < choice[1].score):
             choice = change, found
-            if found.step_time <= now.step_time + EPSILON:
+            if found.score <= now.score + EPSILON:
                 break
     return choice, tried
 
@@ -110,7 +110,7 @@ def _fits(network: Network, row: Sequence[int], cap: float, end: int) -> bool:
     """Whether the first passes of a row keep to the memory."""
     held = 0.0
     for number in row[:end]:
-        held += network.takes[number]
+        held += network.change[number]
         if held > cap + EPSILON:
             return False
     return True
