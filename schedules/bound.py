@@ -43,11 +43,13 @@ def lower_bound(schedule: Schedule, costs: Costs, work: Sequence[float] | None =
     """
     counts = [schedule.route_of_micro_batch.count(number) for number in range(len(schedule.routes))]
     return bound_on(
-        schedule.rank_of_stage, schedule.routes, counts, costs, forward_only=schedule.forward_only, work=work
-    )
+        schedule.ranks, schedule.rank_of_stage, schedule.routes, counts, costs,
+        forward_only=schedule.forward_only, work=work,
+    )  # fmt: skip
 
 
 def bound_on(
+    ranks: int,
     placed: Sequence[int],
     routes: Sequence[Sequence[int]],
     counts: Sequence[int],
@@ -58,7 +60,6 @@ def bound_on(
 ) -> float:
     """The same for a placement: the rank of each stage, and how many micro-batches take each route."""
     rank_of_stage = np.array(placed, dtype=np.intp)
-    ranks = max(placed, default=-1) + 1 if work is None else len(work)
     seconds = costs.seconds(placed, ranks)
     if forward_only:
         seconds[[I, W]] = 0.0

@@ -128,16 +128,20 @@ class Block(NamedTuple):
     last: int
 
 
-def critical_blocks(network: Network, rows: Rows, found: Times, chance: random.Random) -> list[Block]:
+def critical_blocks(
+    network: Network, rows: Rows, found: Times, tail: Sequence[float], chance: random.Random
+) -> list[Block]:
     """The blocks of a longest path, where there are several of one by chance."""
-    tail = tails(network, rows, found.order)
     seconds, end = network.seconds, found.end
 
     def critical(number: int, begins: float) -> bool:
         start = end[number] - seconds[number]
         return abs(start - begins) < EPSILON and start + tail[number] > found.score - 2 * EPSILON
 
-    place = {number: (rank, at) for rank, row in enumerate(rows) for at, number in enumerate(row)}
+    place = [(0, 0)] * len(seconds)
+    for rank, row in enumerate(rows):
+        for at, number in enumerate(row):
+            place[number] = rank, at
     number = chance.choice([row[0] for row in rows if row and critical(row[0], 0.0)])
     rank, at = place[number]
     blocks, first = [], at

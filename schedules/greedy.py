@@ -147,8 +147,8 @@ class _Run:
     """The state of one arrangement while time passes."""
 
     __slots__ = (
-        "cap", "due", "due_from", "events", "free", "head",
-        "lanes", "live", "orders", "ready", "rows", "rules", "taken",
+        "cap", "due", "due_from", "events", "free", "front", "head",
+        "lanes", "lanes_of_rank", "live", "orders", "ready", "rows", "rules", "taken",
     )  # fmt: skip
 
     def __init__(self, lanes: Lanes, orders: Orders, rules: Rules, cap: Sequence[float]) -> None:
@@ -162,6 +162,10 @@ class _Run:
         self.rows: list[list[int]] = [[] for _ in orders]
         self.due: list[list[int]] = [[] for _ in orders]
         self.due_from = [0] * ranks
+        self.front = [lane * lanes.micro_batches for lane in range(2 * lanes.stages)]
+        self.lanes_of_rank: list[list[int]] = [[] for _ in orders]
+        for lane, rank in enumerate(lanes.rank):
+            self.lanes_of_rank[rank].append(lane)
         self.events = [(0.0, rank) for rank in range(ranks)]
         entered = set(lanes.follows)
         for lane in range(lanes.stages):
@@ -228,25 +232,42 @@ class _Run:
     def pull(self, rank: int, time: float, gap: float) -> bool:
         """Run the next pass of the order that is ready and leaves the rest enough memory."""
         lanes, ready, taken, order = self.lanes, self.ready, self.taken, self.orders[rank]
+        could = {lane for lane in self.lanes_of_rank[rank] if self.could_run(lane, time, gap)}
+        if not could:
+            return False
         due = self.due[rank][self.due_from[rank] :]
         # What the rest of the order needs at least, if every W runs right behind its I.
         needs = self.live[rank] + sum(lanes.change[number // lanes.micro_batches] for number in due)
-        most, seen = needs, set()
+        most, live, cap = needs, self.live[rank], self.cap[rank] + EPSILON
         for number in order[self.head[rank] : self.head[rank] + WINDOW]:
             if taken[number]:
                 continue
             lane = number // lanes.micro_batches
             change, forward = lanes.change[lane], lane < lanes.stages
-            if lane not in seen:
-                seen.add(lane)
+            if lane in could:
                 # A forward is held from now on, while the others before it in the order are run.
-                fits = not forward or max(most, self.live[rank]) + change <= self.cap[rank] + EPSILON
-                if fits and ready[number] <= time + EPSILON and gap >= self.rules.pull * lanes.seconds[lane] - EPSILON:
+                if not forward or max(most, live) + change <= cap:
                     self.run(rank, number, lane, time)
                     return True
-            most = max(most, needs + max(change, 0.0))
-            needs += change if forward else change + lanes.change[lane + lanes.stages]
+                could.remove(lane)
+                if not could:
+                    return False
+            if forward:
+                needs += change
+                most = max(most, needs)
+            else:
+                most = max(most, needs + change)
+                needs += change + lanes.change[lane + lanes.stages]
         return False
+
+    def could_run(self, lane: int, time: float, gap: float) -> bool:
+        """Whether the next pass of a lane is ready, and short enough for the gap."""
+        number = self.front[lane]
+        return (
+            number < (lane + 1) * self.lanes.micro_batches
+            and self.ready[number] <= time + EPSILON
+            and gap >= self.rules.pull * self.lanes.seconds[lane] - EPSILON
+        )
 
     def run(self, rank: int, number: int, lane: int, time: float) -> None:
         """Run an F or an I, and tell whoever takes in its result."""
@@ -254,6 +275,7 @@ class _Run:
         end = time + lanes.seconds[lane]
         self.free[rank] = end
         self.taken[number] = 1
+        self.front[lane] = number + 1
         self.rows[rank].append(number)
         heapq.heappush(events, (end, rank))
         self.live[rank] += lanes.change[lane]

@@ -239,7 +239,7 @@ def _bound(site: Site, task: Task) -> float:
         for stage, rank in enumerate(site.placement.rank_of_stage):
             load[rank] += m * sum(site.lanes.seconds[stage::stages])
         return max(load)
-    return bound_on(site.placement.rank_of_stage, site.placement.routes, [task.micro_batches], site.costs)
+    return bound_on(task.ranks, site.placement.rank_of_stage, site.placement.routes, [task.micro_batches], site.costs)
 
 
 def task_for(
