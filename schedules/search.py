@@ -4,25 +4,27 @@
                                                    ├──► the best few ──► improved along the critical path ──► the best
     orders × warm-up ──► arranged by all RULES ────┘
 
-How much is tried is counted in passes timed and not in seconds, so that every rank of a job finds the same schedule. As
-soon as one meets the bound, the search is over. Since named schedules are among the candidates, what is found is never
-worse than the best of those that fit.
+How much is tried is counted in passes and not in seconds, so that every rank of a job finds the same schedule. As soon as
+one meets the bound, the search is over. Since named schedules are among the candidates, what is found is never worse
+than the best of those that fit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from schedules.bound import bound_on
-from schedules.candidates import Orders, Seed, Site, named, orders, sites
+from schedules.candidates import Seed, Site, named, one_at_a_time, orders, rules_for
 from schedules.costs import Costs
-from schedules.critical import times
+from schedules.critical import Rows, times
 from schedules.errors import CostError, ImpossibleShape
-from schedules.greedy import EPSILON, RULES, Metric, arrange, as_table
+from schedules.greedy import RULES, Metric, Rules, arrange, as_table
 from schedules.improve import improve
+from schedules.progress import Progress, bar
 from schedules.schedule import Schedule
 from schedules.simulate import simulate
 from schedules.timeline import Timeline
@@ -30,14 +32,24 @@ from schedules.timeline import Timeline
 MOST_STAGES = 4
 """As many stages a rank are tried where their number is free."""
 
-WORK = 4_000_000
-"""Passes that a search times, unless told otherwise."""
+WORK = 1_500_000
+"""Passes that a search times; more where a step has very many."""
+
+LEAST = 50
+"""So many times the passes of a step are timed at least."""
 
 FINALISTS = 6
-"""So many of the candidates are improved."""
+"""So many candidates are improved, by up to TRIES changes each."""
+TRIES = 3000
 
-Progress = Callable[[float], None]
-"""Told which part of the work is done."""
+ENOUGH = 1e-4
+"""A schedule that is no farther above the bound, as a part of it, ends the search."""
+
+FEW = (RULES[0], RULES[4], RULES[10])
+"""The rules that tell promising orders from others."""
+
+LONG = 300_000
+"""Searches of more passes draw a progress bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +59,13 @@ class Task:
     ranks: int
     micro_batches: int
     stages_per_rank: int | None
-    """None: chosen, and the costs are those of a rank's whole share."""
+    """None: to be chosen; the costs are then those of a rank's whole share."""
     costs: Costs
     cap: tuple[float, ...]
     """What each rank may hold."""
     in_bytes: bool = False
     metric: Metric = "makespan"
+    polish: bool = False
     work: int = WORK
 
 
@@ -73,7 +86,7 @@ class Found:
     named: tuple[tuple[str, int, float], ...]
     """The named schedules that fit, the best first: name, stages a rank, score."""
     tried: int
-    """How many arrangements were timed."""
+    """How many orders were timed."""
 
     @property
     def gap(self) -> float:
@@ -86,11 +99,11 @@ class Found:
         return simulate(self.schedule, self.costs)
 
     def text(self) -> str:
-        """What was found, in a sentence or two."""
+        """What was found and what it was held against, in a sentence."""
         what = "step" if self.metric == "makespan" else "longest span"
         said = (
-            f"{self.winner}, {self.schedule.stages_per_rank} stages a rank: {what} {self.score:.6g}, "
-            f"{self.gap:.2%} above the bound {self.bound:.6g}, best of {self.tried}"
+            f"{what} {self.score:.6g}, {max(self.gap, 0):.2%} above the bound; made from {self.winner}, "
+            f"{self.schedule.stages_per_rank} stages a rank, the best of {self.tried} orders timed"
         )
         if self.named:
             name, stages, score = self.named[0]
@@ -98,168 +111,188 @@ class Found:
         return said
 
 
+_one_at_a_time = threading.Lock()  # ranks that are threads ask for the same schedule at once
+
+
+def search(task: Task) -> Found:
+    """The best schedule for a task, kept for the next who asks. Raises CostError, ImpossibleShape or MissingLibrary."""
+    with _one_at_a_time:
+        return _search(task)
+
+
 @lru_cache(maxsize=64)
-def search(task: Task, progress: Progress | None = None) -> Found:
-    """The best schedule for a task. Raises CostError or ImpossibleShape."""
-    return _Search(task, progress).run()
+def _search(task: Task) -> Found:
+    sites = []
+    free = task.stages_per_rank is None and task.ranks > 1
+    for stages_per_rank in range(1, MOST_STAGES + 1) if free else (task.stages_per_rank or 1,):
+        costs = task.costs.divided(stages_per_rank) if free else task.costs
+        for rule in rules_for(task.ranks, stages_per_rank):
+            sites.append(_Scored(task, Site(
+                rule, stages_per_rank, task.micro_batches, costs, task.cap, task.metric, task.in_bytes
+            )))  # fmt: skip
+    sites.sort(key=lambda one: one.bound)
+    work = max(task.work, LEAST * max(one.site.passes for one in sites) if task.work == WORK else 0)
+    with bar("looking for a schedule", show=len(sites) * sites[0].site.passes > LONG // 10) as progress:
+        return _Search(task, sites, work, progress).run()
+
+
+class _Scored:
+    """A site and what its schedules are held against."""
+
+    def __init__(self, task: Task, site: Site) -> None:
+        self.site = site
+        self.beyond = max(site.lanes.lead)
+        """What the score of an arrangement is more than the span."""
+        if task.metric == "makespan":
+            self.bound = bound_on(
+                task.ranks, site.placement.rank_of_stage, site.placement.routes, [task.micro_batches], site.costs
+            )
+        else:
+            load = [0.0] * task.ranks
+            for stage, rank in enumerate(site.placement.rank_of_stage):
+                load[rank] += task.micro_batches * sum(site.lanes.seconds[stage :: site.lanes.stages])
+            self.bound = max(load)
 
 
 @dataclass(slots=True)
 class _Candidate:
     score: float
-    site: Site
-    seed: Seed
-    rows: Orders
+    on: _Scored
+    name: str
+    rows: Rows
 
 
+@dataclass(slots=True)
 class _Search:
-    """The candidates so far, and the work that is left."""
+    """The best candidates so far, and the work that is left."""
 
-    def __init__(self, task: Task, progress: Progress | None) -> None:
-        choices = tuple(range(1, MOST_STAGES + 1)) if task.stages_per_rank is None else (task.stages_per_rank,)
-        if task.ranks == 1 and task.stages_per_rank is None:
-            choices = (1,)
-        self.task, self.progress = task, progress
-        self.sites = tuple(
-            sites(task.ranks, task.micro_batches, choices, task.costs, task.cap, task.metric, task.in_bytes)
-        )
-        self.offset = {id(site): _offset(site, task.metric) for site in self.sites}
-        self.bounds = {id(site): _bound(site, task) for site in self.sites}
-        self.best_bound = min(self.bounds.values())
-        self.left = task.work
-        self.found: list[_Candidate] = []
-        self.tried = 0
+    task: Task
+    sites: Sequence[_Scored]
+    work: int
+    progress: Progress
+    left: int = 0
+    tried: int = 0
+    best: list[_Candidate] = field(default_factory=list)
+    """The best few, no two of them on one placement with the same score."""
 
     def run(self) -> Found:
-        for site in self.sites:
-            for seed in named(site):
-                self.time(site, seed, seed.rows)
-        by_name = sorted(((one.seed.name, one.site.stages_per_rank, one.score) for one in self.found), key=lambda o: o[2])
-        if not self.done:
-            self.arrange_all()
-        if not self.done:
-            self.improve_best()
-        if not self.found:
+        self.left = self.work
+        by_name = [(seed, on) for on in self.sites for seed in named(on.site)]
+        timed = [(seed.name, on.site.stages_per_rank, self.time(on, seed.name, seed.rows)) for seed, on in by_name]
+        steps = (lambda: self.arrange_all(by_name), self.improve_best, self.polish_best)
+        for step in steps:
+            if not self.done:
+                step()
+        if not self.best:
             raise ImpossibleShape(
-                f"no schedule keeps to memory_cap {self.task.cap}; set it to one micro-batch or more, "
-                f"or stages_per_rank to a larger number"
+                f"no order keeps to a memory_cap of {min(self.task.cap)}; each rank has to hold one micro-batch, "
+                f"set memory_cap to 1 or more, or memory_bytes to what one micro-batch takes on its rank"
             )
-        best = self.best
-        schedule = Schedule.from_rows(
-            "auto", [as_table(best.site.lanes, row) for row in best.rows], best.site.placement.rank_of_stage
-        )  # fmt: skip
+        best = self.best[0]
+        tables = [as_table(best.on.site.lanes, row) for row in best.rows]
+        timed.sort(key=lambda one: one[2])
         return Found(
-            schedule, best.site.costs, self.task.metric, best.seed.name, best.score, self.bounds[id(best.site)],
-            tuple(by_name), self.tried,
+            Schedule.from_rows("auto", tables, best.on.site.placement.rank_of_stage),
+            best.on.site.costs, self.task.metric, best.name, best.score, best.on.bound, tuple(timed), self.tried,
         )  # fmt: skip
-
-    @property
-    def best(self) -> _Candidate:
-        return min(self.found, key=lambda one: one.score)
 
     @property
     def done(self) -> bool:
-        return bool(self.found) and self.best.score <= self.best_bound + EPSILON
-
-    def keep(self, score: float, site: Site, seed: Seed, rows: Orders) -> None:
-        self.found.append(_Candidate(score - self.offset[id(site)], site, seed, rows))
+        return bool(self.best) and self.best[0].score <= self.sites[0].bound * (1 + ENOUGH)
 
     def spend(self, passes: int) -> None:
         self.left -= passes
         self.tried += 1
-        if self.progress is not None:
-            self.progress(min(1.0, 1 - self.left / self.task.work))
+        self.progress(min(1.0, 1 - self.left / self.work))
 
-    def time(self, site: Site, seed: Seed, rows: Orders) -> None:
-        found = times(site.network, rows)
-        self.spend(site.passes)
-        if found is not None:
-            self.keep(found.score, site, seed, rows)
+    def keep(self, score: float, on: _Scored, name: str, rows: Rows) -> float:
+        score -= on.beyond
+        if all(other.on is not on or abs(other.score - score) > 1e-9 * score for other in self.best):
+            self.best.append(_Candidate(score, on, name, rows))
+            self.best.sort(key=lambda one: one.score)  # stable: of equal ones, a named schedule stays first
+            del self.best[2 * FINALISTS :]
+        return score
 
-    def arrange_all(self) -> None:
+    def time(self, on: _Scored, name: str, rows: Rows) -> float:
+        """Run rows that have their W."""
+        found = times(on.site.network, rows)
+        self.spend(on.site.passes)
+        return math.inf if found is None else self.keep(found.score, on, name, rows)
+
+    def arrange(self, on: _Scored, seed: Seed, rules: Rules) -> float:
+        """Run an order that has its W still to come."""
+        found = arrange(on.site.lanes, seed.rows, rules, on.site.cap)
+        self.spend(2 * on.site.passes)
+        return math.inf if found is None else self.keep(found.score, on, seed.name, found.rows)
+
+    def arrange_all(self, by_name: Sequence[tuple[Seed, _Scored]]) -> None:
         """All orders by a few rules, then the best of them by all."""
-        pool = [(site, seed) for site in self.sites for seed in orders(site)]
-        pool += [
-            (one.site, Seed(one.seed.name, [[n for n in row if n < 2 * one.site.passes // 3] for row in one.rows]))
-            for one in self.found
+        pool = [
+            (on, Seed(seed.name, [[number for number in row if number < 2 * on.site.passes // 3] for row in seed.rows]))
+            for seed, on in by_name
         ]
+        turns = [list(orders(on.site)) for on in self.sites]
+        for place in range(max(map(len, turns))):
+            pool += [(on, seeds[place]) for on, seeds in zip(self.sites, turns, strict=True) if place < len(seeds)]
         scored = []
-        few = (RULES[0], RULES[4], RULES[10])
-        for rules in few:
-            for place, (site, seed) in enumerate(pool):
-                if self.left < self.task.work // 2:
+        for rules in FEW:
+            for place, (on, seed) in enumerate(pool):
+                if self.left < self.work // 2 or self.done:
                     break
-                score = self.arrange(site, seed, rules)
-                scored.append((score, place))
-                if self.done:
-                    return
-        best_places = list(dict.fromkeys(place for _, place in sorted(scored)))[: 2 * FINALISTS]
-        for place in best_places:
+                scored.append((self.arrange(on, seed, rules), place))
+        if not self.best:
+            pool += [(on, one_at_a_time(on.site)) for on in self.sites]
+            scored = [(self.arrange(*pool[place], FEW[0]), place) for place in range(len(pool) - len(self.sites), len(pool))]
+        for place in list(dict.fromkeys(place for _, place in sorted(scored)))[: 2 * FINALISTS]:
             for rules in RULES:
-                if rules not in few and self.left > self.task.work // 3:
+                if rules not in FEW and self.left > self.work // 3 and not self.done:
                     self.arrange(*pool[place], rules)
-                    if self.done:
-                        return
-
-    def arrange(self, site: Site, seed: Seed, rules: object) -> float:
-        found = arrange(site.lanes, seed.rows, rules, site.cap)  # type: ignore[arg-type]
-        self.spend(2 * site.passes)
-        if found is None:
-            return math.inf
-        self.keep(found.score, site, seed, found.rows)
-        return self.found[-1].score
 
     def improve_best(self) -> None:
         """Move passes along the critical paths of the best few."""
-        seen, chosen = set(), []
-        for one in sorted(self.found, key=lambda one: one.score):
-            key = (id(one.site), round(one.score, 9))
-            if key not in seen:
-                seen.add(key)
-                chosen.append(one)
-        for turn, one in enumerate(chosen[:FINALISTS]):
-            share = self.left // (min(len(chosen), FINALISTS) - turn)
-            tries = min(3000, share // one.site.passes)
-            rows = improve(one.site.network, one.rows, one.site.cap, tries=tries)
-            self.left -= tries * one.site.passes
-            self.time(one.site, one.seed, rows)
-            if self.done:
-                return
+        chosen = self.best[:FINALISTS]
+        for number, one in enumerate(chosen):
+            site = one.on.site
+            tries = min(TRIES, self.left // (len(chosen) - number) // (2 * site.passes))
+            if tries > 0 and not self.done:
+                rows = improve(site.network, one.rows, site.cap, tries, one.on.bound + one.on.beyond)
+                self.left -= 2 * tries * site.passes
+                self.tried += tries
+                self.time(one.on, one.name, rows)
 
+    def polish_best(self) -> None:
+        """Let the solver look for something better, where it is asked for."""
+        if self.task.polish:
+            from schedules.polish import polish
 
-def _offset(site: Site, metric: Metric) -> float:
-    """What a score is too large by: the longest lead."""
-    return max(site.lanes.lead)
-
-
-def _bound(site: Site, task: Task) -> float:
-    if task.metric == "span":
-        stages, m = site.lanes.stages, task.micro_batches
-        load = [0.0] * task.ranks
-        for stage, rank in enumerate(site.placement.rank_of_stage):
-            load[rank] += m * sum(site.lanes.seconds[stage::stages])
-        return max(load)
-    return bound_on(task.ranks, site.placement.rank_of_stage, site.placement.routes, [task.micro_batches], site.costs)
+            for one in self.best[:1]:
+                found = polish(one.on.site.network, one.rows, one.on.site.cap)
+                self.time(one.on, one.name, found.rows)
 
 
 def task_for(
     ranks: int,
     micro_batches: int,
-    stages_per_rank: int | None,
-    costs: Costs | None,
-    memory_cap: float | Sequence[float] | None,
-    memory_bytes: float | Sequence[float] | None,
-    metric: Metric,
-    work: int,
+    stages_per_rank: int | None = None,
+    *,
+    costs: Costs | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+    memory_bytes: float | Sequence[float] | None = None,
+    metric: Metric = "makespan",
+    polish: bool = False,
+    work: int = WORK,
 ) -> Task:
-    """The task that options describe. Raises CostError."""
+    """The task that the options of ``auto`` describe. Raises CostError."""
     costs = costs or Costs()
     if stages_per_rank is None:
-        counts = {len(each) for each in (costs.F, costs.I, costs.W) if not isinstance(each, float)}
-        if counts:
-            stages_per_rank = max(1, max(counts) // ranks)
-    given = memory_bytes if memory_bytes is not None else memory_cap if memory_cap is not None else float(ranks)
+        lengths = {len(each) for each in (costs.F, costs.I, costs.W) if not isinstance(each, float)}
+        stages_per_rank = max(1, max(lengths) // ranks) if lengths else None
+    if metric not in ("makespan", "span"):
+        raise CostError(f'metric is {metric!r}; set it to "makespan", or to "span" where no barrier ends a step')
+    name, given = ("memory_cap", memory_cap) if memory_bytes is None else ("memory_bytes", memory_bytes)
+    if given is None:
+        given = float(ranks)
     cap = (float(given),) * ranks if isinstance(given, int | float) else tuple(map(float, given))
     if len(cap) != ranks:
-        raise CostError(f"memory_cap has {len(cap)} numbers, there are {ranks} ranks; give one number or {ranks}")
-    return Task(ranks, micro_batches, stages_per_rank, costs, cap, memory_bytes is not None, metric, work)
+        raise CostError(f"{name} has {len(cap)} numbers, there are {ranks} ranks; give one number or {ranks}")
+    return Task(ranks, micro_batches, stages_per_rank, costs, cap, memory_bytes is not None, metric, polish, work)

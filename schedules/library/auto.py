@@ -24,14 +24,19 @@ def auto(
     memory_cap: float | Sequence[float] | None = None,
     memory_bytes: float | Sequence[float] | None = None,
     metric: Metric = "makespan",
-    work: int | None = None,
+    polish: bool = False,
 ) -> Schedule:
     """The shortest schedule that a search finds for the costs and the memory there is."""
-    from schedules.search import WORK, search, task_for  # the search begins with every schedule by name
+    from schedules.search import search, task_for  # it begins with every schedule by name, this file's among them
 
-    return search(
-        task_for(
-            shape.ranks, shape.micro_batches, shape.stages_per_rank or None, costs, memory_cap, memory_bytes,
-            metric, WORK if work is None else work,
-        )
-    ).schedule  # fmt: skip
+    task = task_for(
+        shape.ranks,
+        shape.micro_batches,
+        shape.stages_per_rank or None,
+        costs=costs,
+        memory_cap=memory_cap,
+        memory_bytes=memory_bytes,
+        metric=metric,
+        polish=polish,
+    )
+    return search(task).schedule

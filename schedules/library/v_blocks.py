@@ -72,6 +72,6 @@ def _timed(shape: Shape, costs: Costs | None, cap: float, blocks: Sequence[Block
         raise ImpossibleShape(f"a rank has to hold one micro-batch, memory_cap is {cap}; set memory_cap to 1 or more")
     rows = arranged.rows
     if costs is not None:
-        rows = improve(Network.of(lanes), rows, caps, tries=min(300, 500_000 // sum(map(len, rows))))
+        rows = improve(Network.of(lanes), rows, caps, tries=min(300, 200_000 // sum(map(len, rows))))
     return (as_table(lanes, row) for row in rows)
 
