@@ -123,8 +123,6 @@ def _solver() -> ModuleType:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise MissingLibrary(
-            "polish=True needs OR-tools; install pipeloom[search], or set polish to False"
-        ) from error
+        raise MissingLibrary("polish=True needs OR-tools; install pipeloom[search], or set polish to False") from error
     found: ModuleType = cp_model
     return found

@@ -242,7 +242,9 @@ class _Search:
                 scored.append((self.arrange(on, seed, rules), place))
         if not self.best:
             pool += [(on, one_at_a_time(on.site)) for on in self.sites]
-            scored = [(self.arrange(*pool[place], FEW[0]), place) for place in range(len(pool) - len(self.sites), len(pool))]
+            scored = [
+                (self.arrange(*pool[place], FEW[0]), place) for place in range(len(pool) - len(self.sites), len(pool))
+            ]
         for place in list(dict.fromkeys(place for _, place in sorted(scored)))[: 2 * FINALISTS]:
             for rules in RULES:
                 if rules not in FEW and self.left > self.work // 3 and not self.done:
