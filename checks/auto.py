@@ -3,8 +3,8 @@
     python -m checks.auto [--cases N] [--only printed named random proved time] [--json FILE]
 
 printed   metric span, p and 2p activations: not worse by more than 0.0005 than ZB-1p and ZB-2p of arXiv 2401.10241
-named     metric makespan, p and 1.5p activations, up to 4 stages a rank: never worse than the best schedule by name that
-          fits, and at 1.5p within 1 % of m(F + I + W) + (p - 1)(F/v + c)
+named     metric makespan, p and 1.5p activations, up to 4 stages a rank: never worse than the best schedule by name
+          that fits, and at 1.5p within 1 % of m(F + I + W) + (p - 1)(F/v + c)
 random    N cases with a slow rank, uneven stages and slow links: never worse than the best by name, and in at least
           half of those where that is more than 3 % above the bound, shorter by more than 0.5 %
 proved    N small cases: within 2 % of the optimum that CP-SAT proves, which it does for 90 %; needs pipeloom[search]

@@ -141,7 +141,7 @@ def orders(site: Site) -> Iterator[Seed]:
 
 
 def _turns(site: Site) -> list[int]:
-    """How many micro-batches may take a turn: as many as there are ranks, more on slow links, fewer in little memory."""
+    """How many micro-batches may take a turn: as many as ranks, more on slow links, fewer in little memory."""
     p, v = site.ranks, site.stages_per_rank
     if v == 1:
         return [site.micro_batches]

@@ -231,7 +231,7 @@ class _Run:
 
     def pull(self, rank: int, time: float, gap: float) -> bool:
         """Run the next pass of the order that is ready and leaves the rest enough memory."""
-        lanes, ready, taken, order = self.lanes, self.ready, self.taken, self.orders[rank]
+        lanes, taken, order = self.lanes, self.taken, self.orders[rank]
         could = {lane for lane in self.lanes_of_rank[rank] if self.could_run(lane, time, gap)}
         if not could:
             return False

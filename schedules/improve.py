@@ -79,7 +79,7 @@ def _choose(
     chance: random.Random,
     forbidden: dict[_Change, int],
 ) -> tuple[tuple[_Change, Times] | None, int]:
-    """The first of the promising changes that does not make the step longer, else the least bad; how many were timed."""
+    """The first of the promising changes that makes the step no longer, else the least bad; how many were timed."""
     tail = tails(network, rows, now.order)
     held: dict[int, list[float]] = {}  # of each rank, before each of its passes
     promising: list[tuple[float, float, _Change]] = []

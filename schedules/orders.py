@@ -14,7 +14,7 @@ import numpy as np
 
 from schedules.placement import Placement
 from schedules.schedule import Schedule
-from schedules.table import KIND, MICRO_BATCH, STAGE, B, F, Table, W
+from schedules.table import KIND, STAGE, B, F, Table, W
 
 
 def in_turns(placement: Placement, micro_batches: int, turn: int, ahead: Sequence[int]) -> list[list[int]]:
@@ -37,7 +37,7 @@ def in_turns(placement: Placement, micro_batches: int, turn: int, ahead: Sequenc
 
 
 class Block(NamedTuple):
-    """The passes of one micro-batch in a V, in slots: how many lie between those on neighbouring ranks, and at a turn."""
+    """The passes of one micro-batch in a V, in slots: those between neighbouring ranks, and at a turn."""
 
     first_f: int
     second_f: int

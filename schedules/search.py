@@ -4,9 +4,9 @@
                                                    ├──► the best few ──► improved along the critical path ──► the best
     orders × warm-up ──► arranged by all RULES ────┘
 
-How much is tried is counted in passes and not in seconds, so that every rank of a job finds the same schedule. As soon as
-one meets the bound, the search is over. Since named schedules are among the candidates, what is found is never worse
-than the best of those that fit.
+How much is tried is counted in passes and not in seconds, so that every rank of a job finds the same schedule. As soon
+as one meets the bound, the search is over. Since named schedules are among the candidates, what is found is never
+worse than the best of those that fit.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Task:
     """What each rank may hold."""
     in_bytes: bool = False
     metric: Metric = "makespan"
+    placement: str | None = None
+    """The only placement to look at: line, loop or wave."""
     polish: bool = False
     work: int = WORK
 
@@ -127,9 +129,16 @@ def _search(task: Task) -> Found:
     for stages_per_rank in range(1, MOST_STAGES + 1) if free else (task.stages_per_rank or 1,):
         costs = task.costs.divided(stages_per_rank) if free else task.costs
         for rule in rules_for(task.ranks, stages_per_rank):
+            if task.placement not in (None, rule.__name__):
+                continue
             sites.append(_Scored(task, Site(
                 rule, stages_per_rank, task.micro_batches, costs, task.cap, task.metric, task.in_bytes
             )))  # fmt: skip
+    if not sites:
+        raise ImpossibleShape(
+            f"there is no placement {task.placement!r} of {task.stages_per_rank or 'so many'} stages a rank on "
+            f"{task.ranks} ranks; set placement to line for one stage a rank, else to loop or wave, or leave it out"
+        )
     sites.sort(key=lambda one: one.bound)
     work = max(task.work, LEAST * max(one.site.passes for one in sites) if task.work == WORK else 0)
     with bar("looking for a schedule", show=len(sites) * sites[0].site.passes > LONG // 10) as progress:
@@ -179,10 +188,12 @@ class _Search:
         self.left = self.work
         by_name = [(seed, on) for on in self.sites for seed in named(on.site)]
         timed = [(seed.name, on.site.stages_per_rank, self.time(on, seed.name, seed.rows)) for seed, on in by_name]
-        steps = (lambda: self.arrange_all(by_name), self.improve_best, self.polish_best)
-        for step in steps:
-            if not self.done:
-                step()
+        if not self.done:
+            self.arrange_all(by_name)
+        if not self.done:
+            self.improve_best()
+        if not self.done and self.task.polish:
+            self.polish_best()
         if not self.best:
             raise ImpossibleShape(
                 f"no order keeps to a memory_cap of {min(self.task.cap)}; each rank has to hold one micro-batch, "
@@ -241,10 +252,8 @@ class _Search:
                     break
                 scored.append((self.arrange(on, seed, rules), place))
         if not self.best:
-            pool += [(on, one_at_a_time(on.site)) for on in self.sites]
-            scored = [
-                (self.arrange(*pool[place], FEW[0]), place) for place in range(len(pool) - len(self.sites), len(pool))
-            ]
+            pool = [(on, one_at_a_time(on.site)) for on in self.sites]
+            scored = [(self.arrange(on, seed, FEW[0]), place) for place, (on, seed) in enumerate(pool)]
         for place in list(dict.fromkeys(place for _, place in sorted(scored)))[: 2 * FINALISTS]:
             for rules in RULES:
                 if rules not in FEW and self.left > self.work // 3 and not self.done:
@@ -263,13 +272,12 @@ class _Search:
                 self.time(one.on, one.name, rows)
 
     def polish_best(self) -> None:
-        """Let the solver look for something better, where it is asked for."""
-        if self.task.polish:
-            from schedules.polish import polish
+        """Let the solver look for something better."""
+        from schedules.polish import polish
 
-            for one in self.best[:1]:
-                found = polish(one.on.site.network, one.rows, one.on.site.cap)
-                self.time(one.on, one.name, found.rows)
+        one = self.best[0]
+        found = polish(one.on.site.network, one.rows, one.on.site.cap)
+        self.time(one.on, f"{one.name}, polished", found.rows)
 
 
 def task_for(
@@ -281,6 +289,7 @@ def task_for(
     memory_cap: float | Sequence[float] | None = None,
     memory_bytes: float | Sequence[float] | None = None,
     metric: Metric = "makespan",
+    placement: str | None = None,
     polish: bool = False,
     work: int = WORK,
 ) -> Task:
@@ -297,4 +306,5 @@ def task_for(
     cap = (float(given),) * ranks if isinstance(given, int | float) else tuple(map(float, given))
     if len(cap) != ranks:
         raise CostError(f"{name} has {len(cap)} numbers, there are {ranks} ranks; give one number or {ranks}")
-    return Task(ranks, micro_batches, stages_per_rank, costs, cap, memory_bytes is not None, metric, polish, work)
+    in_bytes = memory_bytes is not None
+    return Task(ranks, micro_batches, stages_per_rank, costs, cap, in_bytes, metric, placement, polish, work)

@@ -24,6 +24,7 @@ def auto(
     memory_cap: float | Sequence[float] | None = None,
     memory_bytes: float | Sequence[float] | None = None,
     metric: Metric = "makespan",
+    placement: str | None = None,
     polish: bool = False,
 ) -> Schedule:
     """The shortest schedule that a search finds for the costs and the memory there is."""
@@ -37,6 +38,7 @@ def auto(
         memory_cap=memory_cap,
         memory_bytes=memory_bytes,
         metric=metric,
+        placement=placement,
         polish=polish,
     )
     return search(task).schedule

@@ -74,4 +74,3 @@ def _timed(shape: Shape, costs: Costs | None, cap: float, blocks: Sequence[Block
     if costs is not None:
         rows = improve(Network.of(lanes), rows, caps, tries=min(300, 200_000 // sum(map(len, rows))))
     return (as_table(lanes, row) for row in rows)
-
