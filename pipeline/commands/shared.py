@@ -75,11 +75,18 @@ def make_schedule(text: str, options: argparse.Namespace, stages_per_rank: int |
     """The schedule of a name, or of a CSV file, which brings its own shape."""
     if text.lower().endswith(".csv"):
         return _read(Path(text), options)
+    number = options.stages_per_rank if stages_per_rank is None else stages_per_rank
+    timed: dict[str, Costs] = {}
+    if any(getattr(options, name) is not None for name in COSTS):
+        known = schedules.facts(text)
+        if "costs" in known.options:
+            timed["costs"] = _costs(options).divided(number or known.stages_per_rank.default or 1)
     return schedules.build(
         text,
         ranks=options.ranks or RANKS,
         micro_batches=options.micro_batches or MICRO_BATCHES,
-        stages_per_rank=options.stages_per_rank if stages_per_rank is None else stages_per_rank,
+        stages_per_rank=number,
+        **timed,
     )
 
 
@@ -100,6 +107,12 @@ def predict(schedule: Schedule, options: argparse.Namespace) -> Timeline:
     return schedules.simulate(
         schedule, Costs(F=costs["F"] * share, I=costs["I"] * share, W=costs["W"] * share, hop=costs["hop"])
     )
+
+
+def _costs(options: argparse.Namespace) -> Costs:
+    """The costs asked for, of a rank's whole share."""
+    given = rank_costs(options)
+    return Costs(F=given["F"], I=given["I"], W=given["W"], hop=given["hop"])
 
 
 def rank_costs(options: argparse.Namespace) -> dict[str, float]:
