@@ -48,7 +48,7 @@ def polish(
 
     ``tick`` is the time that all times are multiples of, where there is one. Raises MissingLibrary without OR-tools.
     """
-    cp_model = _solver()
+    cp_model = solver()
     begin = times(network, rows)
     if begin is None:
         raise ValueError("rows that cannot run cannot be polished")
@@ -119,7 +119,8 @@ def _add_memory(
         model.add_reservoir_constraint(when, change, 0, round(cap * unit + 1e-6))
 
 
-def _solver() -> ModuleType:
+def solver() -> ModuleType:
+    """OR-tools' CP-SAT. Raises MissingLibrary."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:

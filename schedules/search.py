@@ -124,6 +124,10 @@ def search(task: Task) -> Found:
 
 @lru_cache(maxsize=64)
 def _search(task: Task) -> Found:
+    if task.polish:
+        from schedules.polish import solver
+
+        solver()  # raises where there is none, before the work is done
     sites = []
     free = task.stages_per_rank is None and task.ranks > 1
     for stages_per_rank in range(1, MOST_STAGES + 1) if free else (task.stages_per_rank or 1,):
