@@ -54,16 +54,16 @@ def polish(
         raise ValueError("rows that cannot run cannot be polished")
     tick = tick or max(begin.score, 1e-12) / TICKS
     model, starts = _model(cp_model, network, rows, cap, tick, begin.end, begin.score)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = limit
-    status = solver.solve(model)
+    run = cp_model.CpSolver()
+    run.parameters.num_workers = 1
+    run.parameters.random_seed = 0
+    run.parameters.max_deterministic_time = limit
+    status = run.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Polished(rows, begin.score, 0.0, proved=False)
-    changed = [sorted(row, key=lambda number: (solver.value(starts[number]), number)) for row in rows]
+    changed = [sorted(row, key=lambda number: (run.value(starts[number]), number)) for row in rows]
     found = times(network, changed)
-    bound = solver.best_objective_bound * tick
+    bound = run.best_objective_bound * tick
     if found is None or found.score > begin.score:
         changed, found = rows, begin
     return Polished(changed, found.score, bound, status == cp_model.OPTIMAL)
