@@ -124,7 +124,7 @@ def orders(site: Site) -> Iterator[Seed]:
     """Orders to arrange: turns with more or less warm-up, in a V also blocks; the most promising ones first."""
     p, v, m = site.ranks, site.stages_per_rank, site.micro_batches
     seen = set()
-    for share, more in ((1, 0), (1, max(3, p // 2)), (2, 1), (1, 1), (1.5, 0), (1, 2), (2, -1)):
+    for share, more in ((2, 1), (1, 1), (1, max(3, p // 2)), (1, 0), (1.5, 0), (1, 2), (2, -1)):
         for turn in _turns(site):
             ahead = [
                 min(most, (v - 1) * turn + max(1, int(share * (p - rank)) + more))

@@ -32,11 +32,10 @@ from schedules.timeline import Timeline
 MOST_STAGES = 4
 """As many stages a rank are tried where their number is free."""
 
-WORK = 1_500_000
-"""Passes that a search times; more where a step has very many."""
+WORK, MOST_WORK = 1_500_000, 5_000_000
+"""Passes that a search times: so many that it times a step EACH times, within these."""
 
-LEAST = 50
-"""So many times the passes of a step are timed at least."""
+EACH = 200
 
 FINALISTS = 6
 """So many candidates are improved, by up to TRIES changes each."""
@@ -44,6 +43,9 @@ TRIES = 3000
 
 ENOUGH = 1e-4
 """A schedule that is no farther above the bound, as a part of it, ends the search."""
+
+HOPELESS, FAR = 4, 1.015
+"""A placement on which more orders than this were tried and none came as near to the best is left."""
 
 FEW = (RULES[0], RULES[4], RULES[10])
 """The rules that tell promising orders from others."""
@@ -68,7 +70,8 @@ class Task:
     placement: str | None = None
     """The only placement to look at: line, loop or wave."""
     polish: bool = False
-    work: int = WORK
+    work: int | None = None
+    """Passes to be timed; None: by the size of a step."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def _search(task: Task) -> Found:
             f"{task.ranks} ranks; set placement to line for one stage a rank, else to loop or wave, or leave it out"
         )
     sites.sort(key=lambda one: one.bound)
-    work = max(task.work, LEAST * max(one.site.passes for one in sites) if task.work == WORK else 0)
+    work = task.work or min(MOST_WORK, max(WORK, EACH * max(one.site.passes for one in sites)))
     with bar("looking for a schedule", show=len(sites) * sites[0].site.passes > LONG // 10) as progress:
         return _Search(task, sites, work, progress).run()
 
@@ -249,12 +252,17 @@ class _Search:
         turns = [list(orders(on.site)) for on in self.sites]
         for place in range(max(map(len, turns))):
             pool += [(on, seeds[place]) for on, seeds in zip(self.sites, turns, strict=True) if place < len(seeds)]
-        scored = []
+        scored: list[tuple[float, int]] = []
+        seen: dict[int, list[float]] = {id(on): [] for on in self.sites}
         for rules in FEW:
             for place, (on, seed) in enumerate(pool):
                 if self.left < self.work // 2 or self.done:
                     break
-                scored.append((self.arrange(on, seed, rules), place))
+                own = seen[id(on)]
+                if self.best and len(own) > HOPELESS and min(own) > FAR * self.best[0].score:
+                    continue
+                own.append(self.arrange(on, seed, rules))
+                scored.append((own[-1], place))
         if not self.best:
             pool = [(on, one_at_a_time(on.site)) for on in self.sites]
             scored = [(self.arrange(on, seed, FEW[0]), place) for place, (on, seed) in enumerate(pool)]
@@ -295,7 +303,7 @@ def task_for(
     metric: Metric = "makespan",
     placement: str | None = None,
     polish: bool = False,
-    work: int = WORK,
+    work: int | None = None,
 ) -> Task:
     """The task that the options of ``auto`` describe. Raises CostError."""
     costs = costs or Costs()
