@@ -138,7 +138,7 @@ def best(lanes: Lanes, candidates: Iterable[Orders], cap: Sequence[float]) -> Ar
 
     Of a very long step only the first rules are tried.
     """
-    some = RULES[: max(2, 400_000 // (3 * lanes.stages * lanes.micro_batches))]
+    some = RULES[: max(2, 150_000 // (3 * lanes.stages * lanes.micro_batches))]
     found = (arrange(lanes, orders, rules, cap) for orders in candidates for rules in some)
     return min((one for one in found if one is not None), key=lambda one: one.score, default=None)
 
