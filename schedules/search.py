@@ -108,12 +108,16 @@ class Found:
         what = "step" if self.metric == "makespan" else "longest span"
         said = (
             f"{what} {self.score:.6g}, {max(self.gap, 0):.2%} above the bound; made from {self.winner}, "
-            f"{self.schedule.stages_per_rank} stages a rank, the best of {self.tried} orders timed"
+            f"{_stages(self.schedule.stages_per_rank)}, the best of {self.tried} orders timed"
         )
         if self.named:
             name, stages, score = self.named[0]
-            said += f"; the best schedule by name, {name} with {stages} stages a rank, takes {score:.6g}"
+            said += f"; the best schedule by name, {name} with {_stages(stages)}, takes {score:.6g}"
         return said
+
+
+def _stages(number: int) -> str:
+    return f"{number} stage{'s' * (number > 1)} a rank"
 
 
 _one_at_a_time = threading.Lock()  # ranks that are threads ask for the same schedule at once

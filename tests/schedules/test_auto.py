@@ -124,7 +124,7 @@ def test_one_number_of_memory_or_one_a_rank() -> None:
 def test_what_was_found_is_told() -> None:
     told = search(task_for(3, 5, costs=SLOW_MIDDLE)).text()
     assert told.startswith("step 32, 0.00% above the bound; made from ")
-    assert "the best schedule by name, zb-h1 with 1 stages a rank, takes 34" in told.replace("interleaved-zb", "zb-h1")
+    assert "the best schedule by name, zb-h1 with 1 stage a rank, takes 34" in told.replace("interleaved-zb", "zb-h1")
 
 
 def test_the_longest_span_is_another_aim() -> None:
