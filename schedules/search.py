@@ -50,8 +50,8 @@ HOPELESS, FAR = 4, 1.015
 FEW = (RULES[0], RULES[4], RULES[10])
 """The rules that tell promising orders from others."""
 
-LONG = 300_000
-"""Searches of more passes draw a progress bar."""
+LONG = 20_000
+"""A search draws a progress bar if a step on all of its placements has more passes than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _search(task: Task) -> Found:
         )
     sites.sort(key=lambda one: one.bound)
     work = task.work or min(MOST_WORK, max(WORK, EACH * max(one.site.passes for one in sites)))
-    with bar("looking for a schedule", show=len(sites) * sites[0].site.passes > LONG // 10) as progress:
+    with bar("looking for a schedule", show=sum(one.site.passes for one in sites) > LONG) as progress:
         return _Search(task, sites, work, progress).run()
 
 
