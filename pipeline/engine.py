@@ -334,6 +334,7 @@ class Engine:
             self.config, self.module, self.mesh, self.schedule, self._random, item=item, profile=self.profile
         )
         self._runner = Runner(plan, self.module, self.config, self.mesh, self._random, *self._make)
+        self.schedule = self._runner.schedule
         for table in self._tables.values():
             table.varying |= self._runner.varying
 

@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError, PlanMismatch
 from pipeline.links.protocol import Group
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
-from schedules import Schedule, build
+from schedules import Costs, Schedule, build, facts
 
 __all__ = ["Plan", "agree_on", "environment", "plan_for"]
 
@@ -36,15 +36,23 @@ class Plan:
     micro_batches: int
     cuts: tuple[int, ...]
     recompute: tuple[int, ...]
+    costs: tuple[tuple[float, ...], ...] | None = None
+    """Seconds of F, of I and of W on each stage, for a schedule that is timed for them; None: it is not."""
+    hop: float = 0.0
+    """Seconds of a message from rank to rank, for such a schedule."""
 
     def build_schedule(self, micro_batches: int | None = None) -> Schedule:
         """The schedule for a step of this many micro-batches, the Plan's number unless given."""
+        options = dict(self.schedule_options)
+        if self.costs is not None:
+            forward, input_grad, weight_grad = self.costs
+            options["costs"] = Costs(F=forward, I=input_grad, W=weight_grad, hop=self.hop)
         return build(
             self.schedule,
             ranks=self.pipe,
             micro_batches=micro_batches or self.micro_batches,
             stages_per_rank=self.stages_per_rank,
-            **dict(self.schedule_options),
+            **options,
         )
 
     @property
@@ -57,13 +65,19 @@ class Plan:
 
 
 def plan_for(config: PipelineConfig, module: PipelineModule, mesh: Mesh, cuts: tuple[int, ...]) -> Plan:
-    """The Plan that the settings ask for, with these cuts."""
+    """The Plan that the settings ask for, with these cuts.
+
+    A schedule that chooses how many stages a rank holds begins with one; where layers are timed it may choose anew.
+    """
+    stages_per_rank = config.stages_per_rank
+    if stages_per_rank is None and facts(config.schedule).chooses:
+        stages_per_rank = 1
     return Plan(
         data=mesh.data,
         pipe=mesh.pipe,
         schedule=config.schedule,
         schedule_options=tuple(sorted(config.schedule_options.items())),
-        stages_per_rank=config.stages_per_rank,
+        stages_per_rank=stages_per_rank,
         micro_batches=config.micro_batches,
         cuts=cuts,
         recompute=_recomputed(config, len(module)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partition import Profile, make_partition
+from partition import Partition, Profile, make_partition
 from pipeline.batch import Item
 from pipeline.config import PipelineConfig
 from pipeline.layer import RandomSource
@@ -10,8 +10,9 @@ from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, plan_for
 from pipeline.profiler import count_parameters, profile_layers
+from pipeline.timed import timed
 from pipeline.watch import At
-from schedules import Schedule
+from schedules import Schedule, facts
 
 __all__ = ["choose_plan"]
 
@@ -47,7 +48,15 @@ def choose_plan(
     elif config.partition == "parameters":
         counts = count_parameters(module, random)
     types = [module.type_of(index) for index in range(len(module))]
-    partition = make_partition(config.partition, schedule, profile=profile, types=types, parameters=counts)
-    plan = plan_for(config, module, mesh, partition.cuts)
+
+    def cut(one: Schedule) -> Partition:
+        return make_partition(config.partition, one, profile=profile, types=types, parameters=counts)
+
+    plan = plan_for(config, module, mesh, cut(schedule).cuts)
+    if profile is not None and "costs" in facts(config.schedule).options:
+        free = config.stages_per_rank is None and not isinstance(config.partition, tuple)
+        # Timing may take a while, so one rank does it for all.
+        chosen = timed(plan, schedule, profile, cut, free=free) if mesh.world.rank == 0 else None
+        plan = mesh.world.broadcast_object(chosen, 0)
     agree_on({"plan": plan.digest()}, mesh.world)
     return plan, profile

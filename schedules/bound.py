@@ -41,24 +41,41 @@ def lower_bound(schedule: Schedule, costs: Costs, work: Sequence[float] | None =
 
     ``work`` is what each rank has to do if that is known to be more. Raises CostError.
     """
-    rank_of_stage = np.array(schedule.rank_of_stage, dtype=np.intp)
-    seconds = costs.seconds(schedule.rank_of_stage, schedule.ranks)
-    if schedule.forward_only:
+    counts = [schedule.route_of_micro_batch.count(number) for number in range(len(schedule.routes))]
+    return bound_on(
+        schedule.ranks, schedule.rank_of_stage, schedule.routes, counts, costs,
+        forward_only=schedule.forward_only, work=work,
+    )  # fmt: skip
+
+
+def bound_on(
+    ranks: int,
+    placed: Sequence[int],
+    routes: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    costs: Costs,
+    *,
+    forward_only: bool = False,
+    work: Sequence[float] | None = None,
+) -> float:
+    """The same for a placement: the rank of each stage, and how many micro-batches take each route."""
+    rank_of_stage = np.array(placed, dtype=np.intp)
+    seconds = costs.seconds(placed, ranks)
+    if forward_only:
         seconds[[I, W]] = 0.0
-    entered = np.full(schedule.ranks, np.inf)  # when the first micro-batch is there
-    left = np.full(schedule.ranks, np.inf if schedule.forward_only else 0.0)  # of its way when a rank is done
-    load = np.zeros(schedule.ranks)
+    entered = np.full(ranks, np.inf)  # when the first micro-batch is there
+    left = np.full(ranks, np.inf if forward_only else 0.0)  # of its way when a rank is done
+    load = np.zeros(ranks)
     longest = 0.0
-    for number, route in enumerate(schedule.routes):
-        count = schedule.route_of_micro_batch.count(number)
+    for route, count in zip(routes, counts, strict=True):
         if count:
             lanes = _lanes(np.array(route), rank_of_stage, seconds, costs)
             longest = max(longest, float((lanes.reach + count * lanes.seconds + lanes.rest).max()))
-            ranks, forwards = rank_of_stage[list(route)], slice(len(route))
-            np.minimum.at(entered, ranks, lanes.reach[forwards])
-            if schedule.forward_only:
-                np.minimum.at(left, ranks, lanes.rest[forwards])
-            np.add.at(load, ranks, count * seconds[[F, I, W]].sum(axis=0)[list(route)])
+            passed, forwards = rank_of_stage[list(route)], slice(len(route))
+            np.minimum.at(entered, passed, lanes.reach[forwards])
+            if forward_only:
+                np.minimum.at(left, passed, lanes.rest[forwards])
+            np.add.at(load, passed, count * seconds[[F, I, W]].sum(axis=0)[list(route)])
     if work is not None:
         load = np.array(work)
     used = np.isfinite(entered)

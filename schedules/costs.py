@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ Each = float | Sequence[float] | NDArray[np.float64]
 """One number for all stages (or ranks), or one for each."""
 
 PER_STAGE = (
-    "F", "I", "W", "output_bytes", "activation_bytes", "weight_grad_bytes", "unshard", "reshard", "reduce",
+    "F", "I", "W", "kept", "output_bytes", "activation_bytes", "weight_grad_bytes", "unshard", "reshard", "reduce",
 )  # fmt: skip
 PER_RANK = ("speed", "step")
 
@@ -36,6 +36,9 @@ class Costs:
     I: Each = 1.0  # noqa: E741 - the field's own letter
     W: Each = 1.0
     hop: float = 0.0
+    kept: Each = 1.0
+    """Which part of a stage's activations stays from I to W; the rest is freed with I. In bytes, ``weight_grad_bytes``
+    says it."""
     bandwidth: float = math.inf
     """Bytes a second from one rank to another: a message of n bytes is there after hop + n / bandwidth."""
     contention: bool = False
@@ -62,8 +65,26 @@ class Costs:
         object.__setattr__(self, "hop", _number("hop", self.hop))
         if not (isinstance(self.bandwidth, int | float) and self.bandwidth > 0):
             raise CostError(f"Costs.bandwidth is {self.bandwidth!r}; it must be a number of bytes a second above 0")
+        if np.max(self.kept) > 1:
+            raise CostError(f"Costs.kept is {self.kept!r}; it is a part of the activations, set it to 1 or less")
         if np.min(self.speed) <= 0:
             raise CostError(f"Costs.speed is {self.speed!r}; a rank's speed must be above 0, 1 for the ordinary one")
+
+    def divided(self, parts: int) -> Costs:
+        """Of stages that are one of ``parts`` equal parts of the stages that these costs are of.
+
+        Messages keep their size. Raises CostError where stages have costs of their own.
+        """
+        if parts == 1:
+            return self
+        per_part = tuple(name for name in PER_STAGE if name not in ("kept", "output_bytes"))
+        several = [name for name in (*per_part, "kept", "output_bytes") if not isinstance(getattr(self, name), float)]
+        if several:
+            raise CostError(
+                f"Costs.{several[0]} has a number for each stage, which cannot be divided by {parts}; give the costs "
+                f"of the stages themselves, and set stages_per_rank to how many a rank holds"
+            )
+        return replace(self, **{name: getattr(self, name) / parts for name in per_part})
 
     def by_kind(self, num_stages: int) -> NDArray[np.float64]:
         """The time of each kind on each stage at speed 1, shape (4, num_stages), kinds in the order F, B, I, W.

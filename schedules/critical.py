@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import add
 from typing import NamedTuple
 
 from schedules.greedy import EPSILON, Lanes
@@ -30,8 +31,10 @@ class Network:
     """How long the message to take in travels."""
     before: list[tuple[int, ...]]
     """The passes of the same rank that it must follow."""
-    takes: list[float]
-    """Memory that is held from this pass on; negative where it is freed."""
+    change: list[float]
+    """By how much it changes what its rank holds."""
+    lead: list[float]
+    """What counts beyond the end of each rank; see ``Lanes.lead``."""
 
     @staticmethod
     def of(lanes: Lanes) -> Network:
@@ -53,16 +56,15 @@ class Network:
         for number in range(count):
             if number % m:
                 before[number] = (*before[number], number - 1)  # in order of micro-batches
-        none = [0.0] * (stages * m)
-        taken = [takes for takes in lanes.takes for _ in range(m)]
-        seconds = [seconds for seconds in lanes.seconds for _ in range(m)]
-        return Network(seconds, sender, receiver, delay, before, [*taken, *none, *(-takes for takes in taken)])
+        seconds, change = ([one for one in each for _ in range(m)] for each in (lanes.seconds, lanes.change))
+        return Network(seconds, sender, receiver, delay, before, change, lanes.lead)
 
 
 class Times(NamedTuple):
     """When the passes of given rows end at the earliest."""
 
-    step_time: float
+    score: float
+    """The step time, or what ``Network.lead`` makes of it."""
     end: list[float]
     order: list[int]
     """The passes, each behind all that it waits for."""
@@ -95,20 +97,23 @@ def times(network: Network, rows: Rows) -> Times | None:
             if number in waiting:
                 runnable.append(waiting.pop(number))
         place[rank], free[rank] = at, time
-    return None if waiting else Times(max(free), end, order)
+    return None if waiting else Times(max(map(add, free, network.lead)), end, order)
 
 
 def tails(network: Network, rows: Rows, order: Sequence[int]) -> list[float]:
-    """From the start of each pass to the end of the step, at least."""
+    """From the start of each pass to the end of the step, what counts beyond it included, at least."""
     seconds, receiver, delay = network.seconds, network.receiver, network.delay
     following = [-1] * len(seconds)
-    for row in rows:
+    beyond = [0.0] * len(seconds)
+    for row, lead in zip(rows, network.lead, strict=True):
         for number, after in pairwise(row):
             following[number] = after
+        for number in row[-1:]:
+            beyond[number] = lead
     tail = [0.0] * len(seconds)
     for number in reversed(order):
         after, other = following[number], receiver[number]
-        longest = tail[after] if after >= 0 else 0.0
+        longest = tail[after] if after >= 0 else beyond[number]
         if other >= 0:
             longest = max(longest, tail[other] + delay[other])
         tail[number] = longest + seconds[number]
@@ -123,16 +128,20 @@ class Block(NamedTuple):
     last: int
 
 
-def critical_blocks(network: Network, rows: Rows, found: Times, chance: random.Random) -> list[Block]:
+def critical_blocks(
+    network: Network, rows: Rows, found: Times, tail: Sequence[float], chance: random.Random
+) -> list[Block]:
     """The blocks of a longest path, where there are several of one by chance."""
-    tail = tails(network, rows, found.order)
     seconds, end = network.seconds, found.end
 
     def critical(number: int, begins: float) -> bool:
         start = end[number] - seconds[number]
-        return abs(start - begins) < EPSILON and start + tail[number] > found.step_time - 2 * EPSILON
+        return abs(start - begins) < EPSILON and start + tail[number] > found.score - 2 * EPSILON
 
-    place = {number: (rank, at) for rank, row in enumerate(rows) for at, number in enumerate(row)}
+    place = [(0, 0)] * len(seconds)
+    for rank, row in enumerate(rows):
+        for at, number in enumerate(row):
+            place[number] = rank, at
     number = chance.choice([row[0] for row in rows if row and critical(row[0], 0.0)])
     rank, at = place[number]
     blocks, first = [], at

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,9 @@ EPSILON = 1e-9
 WINDOW = 32
 """How many passes ahead a rank looks for one to pull."""
 
+
+Metric = Literal["makespan", "span"]
+"""What to make short: the step, or the longest span of a rank from its own first start to its own last end."""
 
 Orders = Sequence[Sequence[int]]
 """For each rank the numbers of its F and I, in an order in which it may run them."""
@@ -57,9 +60,8 @@ class Arranged(NamedTuple):
 
     rows: list[list[int]]
     """The numbers of all passes of each rank, in order."""
-    step_time: float
-    span: float
-    """The longest span of a rank, from its own first start to its own last end."""
+    score: float
+    """The step time, or what ``Lanes.lead`` makes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +80,17 @@ class Lanes:
     """How long that result travels."""
     waits: list[float]
     """How long at least each lane waits for its input if that is not even begun."""
-    takes: list[float]
-    """What a micro-batch takes of the rank's memory on each stage, from its F to its W."""
+    change: list[float]
+    """By how much each lane, W included, changes what its rank holds: F takes memory, I and W give it back."""
+    lead: list[float]
+    """What counts beyond the end of each rank: nothing for the step time; for the longest span of a rank, by how much
+    earlier than the last rank it may begin."""
 
     @staticmethod
-    def of(placement: Placement, micro_batches: int, costs: Costs) -> Lanes:
-        """The lanes of a placement for given costs; activations of a rank's whole share are 1."""
+    def of(
+        placement: Placement, micro_batches: int, costs: Costs, *, metric: Metric = "makespan", in_bytes: bool = False
+    ) -> Lanes:
+        """The lanes of a placement for given costs; activations of a rank's whole share are 1 unless in bytes."""
         stages, ranks = len(placement.rank_of_stage), max(placement.rank_of_stage) + 1
         by_kind = costs.seconds(placement.rank_of_stage, ranks)
         seconds = np.concatenate([by_kind[F], by_kind[I], by_kind[W]]).tolist()
@@ -100,14 +107,27 @@ class Lanes:
                 sent = lane if lane < stages else after - stages  # an output, or the gradient of one
                 delay[lane] = travel[sent] if rank[lane] != rank[after] else 0.0
                 waits[after] = seconds[lane] + delay[lane]
-        share = ranks / (max(placement.layer_group_of_stage) + 1)
-        return Lanes(stages, micro_batches, rank, seconds, follows, delay, waits, [share] * stages)
+        if in_bytes:
+            taken, kept = (costs.per_stage(name, stages) for name in ("activation_bytes", "weight_grad_bytes"))
+        else:
+            taken = np.full(stages, ranks / (max(placement.layer_group_of_stage) + 1))
+            kept = taken * costs.per_stage("kept", stages)
+        change = np.concatenate([taken, kept - taken, -kept]).tolist()
+        lead = [0.0] * ranks
+        if metric == "span":
+            begins = [0.0] * ranks
+            for route in reversed(placement.routes):
+                reach = np.cumsum([0.0, *(seconds[stage] + delay[stage] for stage in route)]).tolist()
+                for stage, begin in reversed(list(zip(route, reach, strict=False))):
+                    begins[rank[stage]] = begin
+            lead = [max(begins) - begin for begin in begins]
+        return Lanes(stages, micro_batches, rank, seconds, follows, delay, waits, change, lead)
 
 
 def arrange(lanes: Lanes, orders: Orders, rules: Rules, cap: Sequence[float]) -> Arranged | None:
     """Time the orders; None where they do not fit the memory.
 
-    ``cap`` has one number a rank, in units of ``Lanes.takes``.
+    ``cap`` has one number a rank, in units of ``Lanes.change``.
     """
     run = _Run(lanes, orders, rules, cap)
     return run.arranged() if run.to_the_end() else None
@@ -118,17 +138,17 @@ def best(lanes: Lanes, candidates: Iterable[Orders], cap: Sequence[float]) -> Ar
 
     Of a very long step only the first rules are tried.
     """
-    some = RULES[: max(2, 3_000_000 // (3 * lanes.stages * lanes.micro_batches))]
+    some = RULES[: max(2, 150_000 // (3 * lanes.stages * lanes.micro_batches))]
     found = (arrange(lanes, orders, rules, cap) for orders in candidates for rules in some)
-    return min((one for one in found if one is not None), key=lambda one: one.step_time, default=None)
+    return min((one for one in found if one is not None), key=lambda one: one.score, default=None)
 
 
 class _Run:
     """The state of one arrangement while time passes."""
 
     __slots__ = (
-        "begin", "cap", "due", "due_from", "events", "free", "head",
-        "lanes", "live", "orders", "ready", "rows", "rules", "taken",
+        "cap", "due", "due_from", "events", "free", "front", "head",
+        "lanes", "lanes_of_rank", "live", "orders", "ready", "rows", "rules", "taken",
     )  # fmt: skip
 
     def __init__(self, lanes: Lanes, orders: Orders, rules: Rules, cap: Sequence[float]) -> None:
@@ -137,12 +157,15 @@ class _Run:
         self.ready = [math.inf] * count
         self.taken = bytearray(count)
         self.free = [0.0] * ranks
-        self.begin = [0.0] * ranks
         self.live = [0.0] * ranks
         self.head = [0] * ranks
         self.rows: list[list[int]] = [[] for _ in orders]
         self.due: list[list[int]] = [[] for _ in orders]
         self.due_from = [0] * ranks
+        self.front = [lane * lanes.micro_batches for lane in range(2 * lanes.stages)]
+        self.lanes_of_rank: list[list[int]] = [[] for _ in orders]
+        for lane, rank in enumerate(lanes.rank):
+            self.lanes_of_rank[rank].append(lane)
         self.events = [(0.0, rank) for rank in range(ranks)]
         entered = set(lanes.follows)
         for lane in range(lanes.stages):
@@ -172,7 +195,8 @@ class _Run:
         number = order[head]
         lanes = self.lanes
         lane = number // lanes.micro_batches
-        full = lane < lanes.stages and self.live[rank] + lanes.takes[lane] > self.cap[rank] + EPSILON
+        change = lanes.change[lane]
+        full = change > 0.0 and self.live[rank] + change > self.cap[rank] + EPSILON
         ready = self.ready[number]
         if ready <= time + EPSILON and not full:
             self.run(rank, number, lane, time)
@@ -201,32 +225,49 @@ class _Run:
         lane = number // lanes.micro_batches
         self.due_from[rank] += 1
         self.rows[rank].append(number)
-        self.live[rank] -= lanes.takes[lane - 2 * lanes.stages]
+        self.live[rank] += lanes.change[lane]
         self.free[rank] = time + lanes.seconds[lane]
         return self.free[rank]
 
     def pull(self, rank: int, time: float, gap: float) -> bool:
         """Run the next pass of the order that is ready and leaves the rest enough memory."""
-        lanes, ready, taken, order = self.lanes, self.ready, self.taken, self.orders[rank]
+        lanes, taken, order = self.lanes, self.taken, self.orders[rank]
+        could = {lane for lane in self.lanes_of_rank[rank] if self.could_run(lane, time, gap)}
+        if not could:
+            return False
         due = self.due[rank][self.due_from[rank] :]
         # What the rest of the order needs at least, if every W runs right behind its I.
-        needs = self.live[rank] - sum(lanes.takes[number // lanes.micro_batches - 2 * lanes.stages] for number in due)
-        most, seen = needs, set()
+        needs = self.live[rank] + sum(lanes.change[number // lanes.micro_batches] for number in due)
+        most, live, cap = needs, self.live[rank], self.cap[rank] + EPSILON
         for number in order[self.head[rank] : self.head[rank] + WINDOW]:
             if taken[number]:
                 continue
             lane = number // lanes.micro_batches
-            forward = lane < lanes.stages
-            takes = lanes.takes[lane - (0 if forward else lanes.stages)]
-            if lane not in seen:
-                seen.add(lane)
-                fits = not forward or max(most, self.live[rank]) + takes <= self.cap[rank] + EPSILON
-                if fits and ready[number] <= time + EPSILON and gap >= self.rules.pull * lanes.seconds[lane] - EPSILON:
+            change, forward = lanes.change[lane], lane < lanes.stages
+            if lane in could:
+                # A forward is held from now on, while the others before it in the order are run.
+                if not forward or max(most, live) + change <= cap:
                     self.run(rank, number, lane, time)
                     return True
-            needs += takes if forward else -takes
-            most = max(most, needs)
+                could.remove(lane)
+                if not could:
+                    return False
+            if forward:
+                needs += change
+                most = max(most, needs)
+            else:
+                most = max(most, needs + change)
+                needs += change + lanes.change[lane + lanes.stages]
         return False
+
+    def could_run(self, lane: int, time: float, gap: float) -> bool:
+        """Whether the next pass of a lane is ready, and short enough for the gap."""
+        number = self.front[lane]
+        return (
+            number < (lane + 1) * self.lanes.micro_batches
+            and self.ready[number] <= time + EPSILON
+            and gap >= self.rules.pull * self.lanes.seconds[lane] - EPSILON
+        )
 
     def run(self, rank: int, number: int, lane: int, time: float) -> None:
         """Run an F or an I, and tell whoever takes in its result."""
@@ -234,13 +275,11 @@ class _Run:
         end = time + lanes.seconds[lane]
         self.free[rank] = end
         self.taken[number] = 1
-        if not self.rows[rank]:
-            self.begin[rank] = time
+        self.front[lane] = number + 1
         self.rows[rank].append(number)
         heapq.heappush(events, (end, rank))
-        if lane < lanes.stages:
-            self.live[rank] += lanes.takes[lane]
-        else:
+        self.live[rank] += lanes.change[lane]
+        if lane >= lanes.stages:
             self.due[rank].append(number + lanes.stages * lanes.micro_batches)
         after = lanes.follows[lane]
         if after >= 0:
@@ -254,8 +293,7 @@ class _Run:
 
     def arranged(self) -> Arranged:
         """The rows and times of a run that has come to its end."""
-        spans = [end - begin for begin, end in zip(self.begin, self.free, strict=True)]
-        return Arranged(self.rows, max(self.free), max(spans))
+        return Arranged(self.rows, max(end + lead for end, lead in zip(self.free, self.lanes.lead, strict=True)))
 
 
 def as_table(lanes: Lanes, numbers: Sequence[int]) -> Table:

@@ -62,13 +62,16 @@ class Numbers(NamedTuple):
     """Whether ranks, stages per rank and micro-batches go together."""
 
 
+CHOSEN = 0
+"""The default number of stages a rank, and ``Shape.stages_per_rank``, where the schedule itself chooses."""
+
 ONE = Stages(1, 1, 1)
 ANY_NUMBER = Numbers("any number of micro-batches", lambda ranks, stages_per_rank, micro_batches: True)
 ANY_RANKS = Numbers("any number of ranks", lambda ranks, stages_per_rank, micro_batches: True)
 EVEN_RANKS = Numbers("an even number of ranks", lambda ranks, stages_per_rank, micro_batches: ranks % 2 == 0)
 
 Peak = Callable[[int, int, int], float]
-Order = Callable[..., Iterable[Row]]
+Order = Callable[..., Iterable[Row] | Schedule]
 OrderT = TypeVar("OrderT", bound=Order)
 
 
@@ -94,6 +97,8 @@ class Facts:
     """What ``build`` takes beside the shape, with defaults."""
     with_more_stages: str | None
     """The schedule to use for more stages a rank than this one can have."""
+    chooses: bool
+    """Whether it chooses among other schedules."""
     place: PlacementRule = field(repr=False)
     order: Order = field(repr=False)
 
@@ -112,6 +117,7 @@ def schedule(
     micro_batches: Numbers = ANY_NUMBER,
     splits_backward: bool = False,
     with_more_stages: str | None = None,
+    chooses: bool = False,
     aliases: tuple[str, ...] = (),
 ) -> Callable[[OrderT], OrderT]:
     """Declare a schedule: the decorated function gives one row a rank, as tables or as actions.
@@ -121,6 +127,8 @@ def schedule(
             \"\"\"A micro-batch passes forward and backward before the next one starts.\"\"\"
             for rank in range(shape.ranks):
                 yield [Action(rank, kind, m) for m in range(shape.micro_batches) for kind in (Kind.F, Kind.B)]
+
+    A function that chooses the placement itself gives a whole Schedule.
 
     Its keyword-only parameters become options of ``build``; the first line of its docstring describes it.
     Raises DuplicateSchedule when the name or an alias is taken.
@@ -142,6 +150,7 @@ def schedule(
             peak=peak,
             options=MappingProxyType({p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}),
             with_more_stages=with_more_stages,
+            chooses=chooses,
             place=placement,
             order=order,
         )
@@ -169,15 +178,17 @@ def build(
         stages_per_rank = known.stages_per_rank.default
     _check_shape(known, ranks, stages_per_rank, micro_batches)
     _check_options(known, options)
-    placement = known.place(ranks, stages_per_rank)
-    made = Schedule.from_rows(
-        known.name,
-        known.order(Shape(ranks, micro_batches, stages_per_rank, placement), **options),
-        placement.rank_of_stage,
-        routes=placement.routes,
-        layer_group_of_stage=placement.layer_group_of_stage,
-        micro_batches=micro_batches,
-    )
+    placement = known.place(ranks, stages_per_rank or 1)
+    made = known.order(Shape(ranks, micro_batches, stages_per_rank, placement), **options)
+    if not isinstance(made, Schedule):
+        made = Schedule.from_rows(
+            known.name,
+            made,
+            placement.rank_of_stage,
+            routes=placement.routes,
+            layer_group_of_stage=placement.layer_group_of_stage,
+            micro_batches=micro_batches,
+        )
     check(made)
     return made
 
@@ -239,11 +250,14 @@ def _load_entry_points() -> None:
 
 
 def _check_shape(known: Facts, ranks: int, stages_per_rank: int, micro_batches: int) -> None:
-    given = {"ranks": ranks, "stages_per_rank": stages_per_rank, "micro_batches": micro_batches}
+    given = {"ranks": ranks, "micro_batches": micro_batches}
+    chosen = stages_per_rank == CHOSEN == known.stages_per_rank.default
+    if not chosen:
+        given["stages_per_rank"] = stages_per_rank
     for what, number in given.items():
         if not isinstance(number, int) or number < 1:
             raise ImpossibleShape(f"{known.name}: {what} is {number!r}; set it to a whole number, 1 or more")
-    if not known.stages_per_rank.allow(stages_per_rank):
+    if not chosen and not known.stages_per_rank.allow(stages_per_rank):
         other = known.with_more_stages
         hint = f", or schedule to {other!r}, which takes more" if other else ""
         raise ImpossibleShape(

@@ -136,7 +136,9 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """The most micro-batches a rank holds; one on one of v stages counts 1/v until its W or B ends."""
+        """The most micro-batches a rank holds; one on one of v stages counts 1/v until its W or B ends.
+
+        Where ``costs.kept`` says so, a part of it is freed with I."""
         return tuple(float(live.max(initial=0.0)) for _, live in map(self.memory, range(self.schedule.ranks)))
 
     @cached_property
@@ -169,9 +171,11 @@ class Timeline:
     @cached_property
     def _changes(self) -> tuple[Seconds, Seconds]:
         """Activations taken at the start and freed at the end of every entry, in shares of a rank."""
-        kind = self.schedule.actions[:, KIND]
+        stage, kind = self.schedule.actions[:, STAGE], self.schedule.actions[:, KIND]
+        kept = 1.0 if self.costs is None else self.costs.per_stage("kept", self.schedule.num_stages)[stage]
         # Without a backward nothing outlives its own forward.
-        frees = (kind == F) if self.schedule.forward_only else (kind == B) | (kind == W)
+        ends = (kind == F) if self.schedule.forward_only else kind == B
+        frees = np.where(kind == I, 1 - kept, np.where(kind == W, kept, ends))
         return self._by_entry((kind == F) * self._stage_share), self._by_entry(frees * self._stage_share)
 
     @cached_property

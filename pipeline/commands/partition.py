@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import schedules
-from partition import Partition, PartitionError, Profile, make_partition, predict_timeline
+from partition import Partition, PartitionError, Profile, make_partition, predict_timeline, stage_costs
 from pipeline.commands import loading
 from pipeline.errors import PipelineError
 from schedules import Timeline
+from schedules.candidates import rules_for
 from schedules.errors import ScheduleError
 
 bad_input = (loading.CannotLoad, PipelineError, PartitionError, ScheduleError, OSError)
@@ -89,8 +90,22 @@ def _options(profile: Profile, options: argparse.Namespace) -> list[Option]:
             if schedule.forward_only or schedule.num_layer_groups > len(profile.layers):
                 continue
             cut = make_partition(options.method, schedule, profile=profile)
+            if "costs" in facts.options:
+                costs = stage_costs(profile, cut, schedule)
+                placed = {"placement": _placement(schedule)} if facts.chooses else {}
+                schedule = schedules.build(
+                    name, ranks=options.ranks, micro_batches=options.micro_batches, stages_per_rank=stages,
+                    costs=costs, **placed,
+                )  # fmt: skip
             found.append(Option(name, stages, cut, predict_timeline(profile, cut, schedule)))
     return sorted(found, key=lambda option: option.timeline.step_time)
+
+
+def _placement(schedule: schedules.Schedule) -> str:
+    """The name of the placement that a schedule has."""
+    ranks, stages = schedule.ranks, schedule.stages_per_rank
+    rules = rules_for(ranks, stages)
+    return next(rule.__name__ for rule in rules if rule(ranks, stages).rank_of_stage == schedule.rank_of_stage)
 
 
 def _as_json(option: Option) -> dict[str, Any]:

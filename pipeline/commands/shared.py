@@ -42,6 +42,10 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         "--stages-per-rank", type=_positive, metavar="V",
         help="stages that each rank holds (default: the schedule's own)",
     )  # fmt: skip
+    shape.add_argument(
+        "--memory-cap", type=float, metavar="N",
+        help="micro-batches of its whole share that a rank may hold, for schedules that are timed: auto, v-half, v-min",
+    )  # fmt: skip
     costs = parser.add_argument_group(
         "costs",
         "Times of one micro-batch on one rank, with all the stages the rank holds: plain numbers, which are relative, "
@@ -75,12 +79,34 @@ def make_schedule(text: str, options: argparse.Namespace, stages_per_rank: int |
     """The schedule of a name, or of a CSV file, which brings its own shape."""
     if text.lower().endswith(".csv"):
         return _read(Path(text), options)
+    number = options.stages_per_rank if stages_per_rank is None else stages_per_rank
     return schedules.build(
         text,
         ranks=options.ranks or RANKS,
         micro_batches=options.micro_batches or MICRO_BATCHES,
-        stages_per_rank=options.stages_per_rank if stages_per_rank is None else stages_per_rank,
+        stages_per_rank=number,
+        **_timing(text, options, number),
     )
+
+
+def _timing(text: str, options: argparse.Namespace, stages_per_rank: int | None) -> dict[str, Any]:
+    """What was asked for of the options of schedules that are timed: the costs of a stage, the memory of a rank."""
+    known, timing = schedules.facts(text), {}
+    if "costs" in known.options and any(getattr(options, name) is not None for name in COSTS):
+        timing["costs"] = _costs(options).divided(stages_per_rank or known.stages_per_rank.default or 1)
+    if "memory_cap" in known.options and options.memory_cap is not None:
+        timing["memory_cap"] = options.memory_cap
+    return timing
+
+
+def found(text: str, options: argparse.Namespace) -> str:
+    """What a schedule that is searched for was made from and held against, in a line; nothing for others."""
+    from schedules.search import search, task_for
+
+    if text.lower().endswith(".csv") or not schedules.facts(text).chooses:
+        return ""
+    shape = options.ranks or RANKS, options.micro_batches or MICRO_BATCHES, options.stages_per_rank
+    return search(task_for(*shape, **_timing(text, options, options.stages_per_rank))).text()
 
 
 def _read(path: Path, options: argparse.Namespace) -> Schedule:
@@ -100,6 +126,12 @@ def predict(schedule: Schedule, options: argparse.Namespace) -> Timeline:
     return schedules.simulate(
         schedule, Costs(F=costs["F"] * share, I=costs["I"] * share, W=costs["W"] * share, hop=costs["hop"])
     )
+
+
+def _costs(options: argparse.Namespace) -> Costs:
+    """The costs asked for, of a rank's whole share."""
+    given = rank_costs(options)
+    return Costs(F=given["F"], I=given["I"], W=given["W"], hop=given["hop"])
 
 
 def rank_costs(options: argparse.Namespace) -> dict[str, float]:

@@ -27,6 +27,6 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         text = json.dumps(shared.summary(timeline) | {"costs": shared.rank_costs(options)}, indent=2)
     else:
-        text = shared.drawn([timeline], options)
+        text = "\n\n".join(filter(None, (shared.drawn([timeline], options), shared.found(options.schedule, options))))
     sys.stdout.write(f"{text}\n")
     return 0

@@ -1,6 +1,7 @@
 """The schedules that come with the package; importing it registers them."""
 
 from schedules.library import (
+    auto,
     breadth_first,
     chimera,
     dualpipe,
@@ -17,6 +18,7 @@ from schedules.library import (
 )
 
 __all__ = [
+    "auto",
     "breadth_first",
     "chimera",
     "dualpipe",

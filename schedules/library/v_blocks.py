@@ -23,29 +23,16 @@ is the memory of a rank if not the block's own, in micro-batches of a rank's who
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
-import numpy as np
 
 from schedules.costs import Costs
 from schedules.critical import Network
 from schedules.errors import ImpossibleShape
 from schedules.greedy import Lanes, as_table, best
 from schedules.improve import improve
+from schedules.orders import Block, in_blocks
 from schedules.placement import wave
 from schedules.registry import Shape, Stages, schedule
 from schedules.table import Table
-
-
-class Block(NamedTuple):
-    """The passes of one micro-batch, in slots: how many lie between those on neighbouring ranks, and at a turn."""
-
-    first_f: int
-    second_f: int
-    second_i: int
-    first_i: int
-    turn: int
-    """Between the last F, which is on rank 0, and the first I."""
 
 
 def half(ranks: int, stages_per_rank: int, micro_batches: int) -> float:
@@ -78,27 +65,12 @@ def _timed(shape: Shape, costs: Costs | None, cap: float, blocks: Sequence[Block
     lanes = Lanes.of(shape.placement, shape.micro_batches, costs or Costs())
     caps = [cap] * shape.ranks
     for period in (6, 7, 8, 10, 12, 18, 24, 16 * shape.ranks):
-        arranged = best(lanes, [_orders(block, period, shape) for block in blocks], caps)
+        arranged = best(lanes, [in_blocks(block, period, shape.ranks, shape.micro_batches) for block in blocks], caps)
         if arranged is not None:
             break
     else:
         raise ImpossibleShape(f"a rank has to hold one micro-batch, memory_cap is {cap}; set memory_cap to 1 or more")
     rows = arranged.rows
     if costs is not None:
-        rows = improve(Network.of(lanes), rows, caps, tries=min(300, 500_000 // sum(map(len, rows))))
+        rows = improve(Network.of(lanes), rows, caps, tries=min(300, 200_000 // sum(map(len, rows))))
     return (as_table(lanes, row) for row in rows)
-
-
-def _orders(block: Block, period: int, shape: Shape) -> list[list[int]]:
-    """For each rank its F and I in the order of their slots, as numbers for ``arrange``."""
-    p, m, rank = shape.ranks, shape.micro_batches, np.arange(shape.ranks)
-    first_f = block.first_f * rank
-    second_f = first_f[-1] + 1 + block.second_f * rank[::-1]
-    second_i = second_f[0] + block.turn + block.second_i * rank
-    first_i = second_i[-1] + 1 + block.first_i * rank[::-1]
-    lanes = np.stack([rank, 2 * p - 1 - rank, 4 * p - 1 - rank, 2 * p + rank])
-    slots = np.stack([first_f, second_f, second_i, first_i])[..., None] + period * np.arange(m)
-    numbers = lanes[..., None] * m + np.arange(m)
-    slots, numbers = (array.transpose(1, 0, 2).reshape(p, -1) for array in (slots, numbers))
-    order: list[list[int]] = np.take_along_axis(numbers, np.argsort(slots, axis=1, kind="stable"), axis=1).tolist()
-    return order

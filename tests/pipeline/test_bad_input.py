@@ -82,7 +82,7 @@ def refuse(ranks: int, act: Callable[[], Any], error: type[Exception], *parts: s
         (2, {"data_parallel": 4}, WorldSizeError, "set data_parallel to 1 or 2, or start 4 ranks"),
         (2, {"schedule": "1f2b"}, UnknownSchedule, "there is no schedule '1f2b'; did you mean '1f1b'?"),
         (2, {"schedule": "interleaved"}, UnknownSchedule, "did you mean 'interleaved-zb' or 'interleaved-1f1b'?"),
-        (2, {"schedule": "xyz"}, UnknownSchedule, "set schedule to one of: 1f1b, 1f1b-eager, breadth-first"),
+        (2, {"schedule": "xyz"}, UnknownSchedule, "set schedule to one of: 1f1b, 1f1b-eager, auto, breadth-first"),
         (
             2,
             {"schedule": "forward-only"},

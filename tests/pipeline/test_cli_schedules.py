@@ -165,3 +165,11 @@ def test_a_reader_that_goes_away_is_no_error(arguments: str) -> None:
     os.close(writing)
     assert result.stderr == b""
     assert result.returncode in (0, cli.CLOSED_PIPE)
+
+
+def test_auto_tells_what_it_was_made_from(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--ranks", "3", "--micro-batches", "5", "--stages-per-rank", "1", "--hop", "0.3", "--memory-cap", "4")
+    told = output(capsys, "timeline", "--schedule", "auto", *shape)
+    assert "above the bound; made from " in told
+    assert "peak activations, in micro-batches a rank: 4" in told
+    assert "made from" not in output(capsys, "timeline", "--schedule", "zb-h1")

@@ -62,7 +62,7 @@ def test_a_typo_is_answered_with_the_near_name(given: str, meant: str) -> None:
 
 def test_a_name_unlike_any_is_answered_with_all() -> None:
     with pytest.raises(
-        UnknownSchedule, match="set schedule to one of: 1f1b, 1f1b-eager, breadth-first, chimera, dualpipe"
+        UnknownSchedule, match="set schedule to one of: 1f1b, 1f1b-eager, auto, breadth-first, chimera"
     ):
         build("nothing-like-it", ranks=2, micro_batches=2)
 
