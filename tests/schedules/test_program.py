@@ -162,8 +162,8 @@ def test_both_proofs_of_meetings_agree(schedule: Schedule, data: st.DataObject) 
     rank = np.repeat(np.arange(schedule.ranks), np.diff(changed.row_starts))
     for _ in range(data.draw(st.integers(0, 3))):
         row = data.draw(st.integers(0, schedule.ranks - 1))
-        source, target = (data.draw(st.integers(0, len(changed.rows[row]) - 1)) for _ in range(2))
-        changed = moved(changed, row, source, target)
+        source, target = (data.draw(st.integers(0, max(0, len(changed.rows[row]) - 1))) for _ in range(2))
+        changed = moved(changed, row, source, target) if changed.rows[row] else changed
     try:
         transfers = _match(changed, rank)
     except IllegalProgram:
