@@ -386,6 +386,31 @@ def test_memory_that_a_layer_uses_again() -> None:
     check_all(case, [Layout("gpipe", 5), Layout("gpipe", 1), Layout("vee", 2, 2), Layout("interleaved-1f1b", 1, 4)])
 
 
+class Powers(nn.Module):
+    """Its output depends on a buffer that each forward changes, in place or by another in its stead."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("scale", torch.ones(1))
+        self.norm = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replaces:
+            self.scale = self.scale * 1.5
+        else:
+            self.scale.mul_(1.5)
+        return self.norm(x) * self.scale.clone()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_layer_that_remembers_is_recomputed_as_it_ran(replaces: bool) -> None:
+    """From the buffers that it had then: with those it has since, its gradients would be of another function."""
+    powers = LayerSpec(Powers, replaces)
+    layouts = [Layout("gpipe", 5), Layout("gpipe", 5, recompute="every"), Layout("1f1b", 1, recompute="every:2")]
+    check_all(stack(powers, layer(lambda x, w: x.tanh() * w), powers), layouts)
+
+
 @pytest.mark.parametrize("name", ["transpose", "chunks", "expanded"])
 def test_the_memory_order_of_a_view_does_not_change_a_bit(name: str) -> None:
     """Sums depend on the order of memory: it is the same whether a view crosses ranks or not."""
