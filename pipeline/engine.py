@@ -169,8 +169,10 @@ class Engine:
         factor = clipping_factor(norm, self.config.gradient_clipping)
         if factor != 1.0:
             update.scale_gradients(factor)
-        update.step()
-        runner.zero_gradients()
+        try:
+            update.step()
+        finally:  # where the optimizer raises, its gradients must not be added to those of the next step
+            runner.zero_gradients()
         self.steps += 1
         self.stats = StepStats(closing.span, 1 - sum(closing.busy) / (closing.span * self.mesh.size), norm)
         return closing.loss
@@ -344,7 +346,16 @@ class Engine:
         table = self._tables[train]
         self._calls += 1
         mesh.board.begin(self._calls)
-        intake = take_in(source, call, mesh=mesh, schedule=self.schedule, module=self.module, table=table, limit=limit)
+        intake = take_in(
+            source,
+            call,
+            mesh=mesh,
+            schedule=self.schedule,
+            module=self.module,
+            table=table,
+            limit=limit,
+            steps=self.steps,
+        )
         opening = intake.opening
         if self._runner is None:
             self._plan(intake.items[0] if intake.items else None)
