@@ -7,7 +7,9 @@ from typing import Any
 
 from pipeline.agreement import Call, Opening, open_step
 from pipeline.batch import Item, read_items
+from pipeline.errors import LinkError
 from pipeline.exchange import ShapeTable
+from pipeline.failures import explain_hang
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule, rows
 from pipeline.shapes import Form, signature_of
@@ -70,6 +72,9 @@ def take_in(
             steps=steps,
             iterator=_identity(source, mesh) if enters or leaves else 0,
         )
+    except LinkError as broken:
+        explain_hang(broken, mesh)
+        raise
     finally:
         if error is not None:
             raise error

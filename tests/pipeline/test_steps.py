@@ -707,6 +707,26 @@ def test_all_processes_end_soon_after_one(how: str) -> None:
                 "StepFailed: rank 1 failed in 1F2 in layer 1 (Doomed): ValueError: doomed in a layer" in ending.error
             ) == (how == "in a layer")
             assert how == "in a layer" or "DataError" in ending.error or "RankDied" in ending.error
+    if how == "killed":
+        assert any("rank 1 has died; it last told that it is in 1F2" in (ending.error or "") for ending in endings)
+
+
+def dawdle() -> None:
+    """Rank 1 comes to no second step, while the others wait for it."""
+    torch.set_default_dtype(torch.float64)
+    module, settings = blocks(), Layout("1f1b", 3).settings(timeout=2.0)
+    engine = initialize(module, config=settings, optimizer=sgd)
+    engine.train_batch(items(0, 0))
+    if engine.mesh.rank == 1:
+        time.sleep(8.0)
+    engine.train_batch(items(1, 0))
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    outer = try_processes(dawdle, 3, timeout=60.0)[::2]
+    assert all("TransferTimeout" in (ending.error or "") for ending in outer)
+    told = "waits in the agreement that opens the step for rank 1, which is outside of any step since"
+    assert any(told in (ending.error or "") for ending in outer)
 
 
 SCRIPT = """
