@@ -229,6 +229,7 @@ class Engine:
         tensors = {f"model.{name}": t for name, t in named_state(runner.built, ties).owned.items()}
         header: dict[str, Any] = {"steps": self.steps, "seed": self.config.seed, "layers": len(self.module)}
         if updater is not None:
+            header["optimizer"] = type(updater.optimizer).__name__
             tensors |= checkpoint.optimizer_entries(updater.optimizer, updater.flat, ties)
             header["groups"] = updater.settings()
             header["scheduler"] = updater.scheduler.state_dict() if updater.scheduler is not None else None
@@ -238,7 +239,8 @@ class Engine:
         """Go on from a checkpoint, or from the latest of a directory: the same bits as without the stop.  Collective.
 
         Before the first step, the profile in the checkpoint takes the place of a new measurement.  Returns the
-        path of what was loaded.  Raises ``CheckpointError`` where there is none, or one of another model.
+        path of what was loaded.  Raises ``CheckpointError`` on every rank, before anything is changed, where there is
+        none, or one of another model or optimizer.
         """
         found = checkpoint.latest(Path(path))
         header, profile = checkpoint.read_header(found)
@@ -251,7 +253,10 @@ class Engine:
             self._plan(None)
         runner = self._planned()
         state = named_state(runner.built, runner.all_ties)
-        checkpoint.load_tensors(found, {f"model.{n}": t for n, t in (*state.owned.items(), *state.copies.items())})
+        tensors = {f"model.{name}": t for name, t in (*state.owned.items(), *state.copies.items())}
+        optimizer = None if runner.update is None else runner.update.optimizer
+        checkpoint.require_fit(found, header, tensors, optimizer, self.mesh)
+        checkpoint.load_tensors(found, tensors)
         if runner.update is not None and "groups" in header:
             checkpoint.restore_optimizer(runner.update.optimizer, runner.update.flat, runner.all_ties, found)
             runner.update.restore(header["groups"], header["scheduler"])
