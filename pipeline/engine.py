@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -345,6 +346,7 @@ class Engine:
 
     # -- a step ----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # whatever the caller is in: layers decide by the kind of step
     def _run(self, source: Any, call: Call) -> tuple[Step, Closing]:
         """Run one step of any kind up to its closing agreement."""
         mesh, limit, train = self.mesh, self.config.micro_batches, call is Call.TRAIN_BATCH

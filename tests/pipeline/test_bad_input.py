@@ -138,6 +138,7 @@ def test_settings_that_cannot_be_run(ranks: int, settings: Any, error: type[Exce
         (lambda: initialize(model(), config={"profile": "no-such-profile.json"}), Exception, "no-such-profile.json"),
         (lambda: start_with(lambda groups: None), ConfigError, "optimizer made a NoneType; give a torch.optim class"),
         (lambda: start_with(torch.optim.SGD([torch.zeros(1)])), ConfigError, "optimizer is a SGD that exists already"),
+        (lambda: start_with(of_its_own), ConfigError, "has 4 of 4 parameter vectors of this rank not in its groups"),
         (lambda: PipelineModule([], functional.mse_loss), ModelError, "the list of layers is empty"),
         (lambda: PipelineModule([nn.Linear], functional.mse_loss), ModelError, "wrap it: LayerSpec(Linear)"),
         (lambda: PipelineModule([7], functional.mse_loss), ModelError, "layer 0 is a int; a layer is a LayerSpec"),
@@ -158,6 +159,10 @@ def test_models_and_arguments_that_cannot_be_run(act: Any, error: type[Exception
 
 def start_with(optimizer: Any) -> Engine:
     return initialize(model(), config={"partition": "uniform"}, optimizer=optimizer)
+
+
+def of_its_own(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
 
 def tied_unlike() -> PipelineModule:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,24 @@ def test_evaluation_without_targets(layout: Layout, partition: str) -> None:
     assert [loss for loss, _ in results] == [pytest.approx(squares, rel=1e-14)] * layout.ranks
     assert [len(out["y"]) for out in outputs] == list(SIZES)
     assert all(out["both"][0] == out["y"].sum() and out["both"][1] is None and out["name"] == "last" for out in outputs)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_mode_of_the_caller_does_not_matter(mode: Any, ranks: int) -> None:
+    """A loop that evaluates, or all of it, under no_grad or inference_mode; tensors made there are fit to evaluate."""
+
+    def worker(inside: Any) -> list[float]:
+        engine = start(lambda: blocks(dropout=0.3), Layout("1f1b", ranks))
+        losses = []
+        for step in range(2):
+            data = items(step, 0)
+            with inside():
+                made = [Item(x * 1, y * 1) for x, y in data]
+                losses += [engine.eval_batch(made).item(), engine.train_batch(data).item()]
+        return losses
+
+    assert run_local(worker, ranks, mode) == run_local(worker, ranks, nullcontext)
 
 
 # -- an order of its own -------------------------------------------------------------------------------------
