@@ -59,6 +59,7 @@ CASES: tuple[Case, ...] = (
             "arrives as it was; floating and complex leaves get gradients",
             (
                 "a_structure_arrives_as_it_was",
+                "an_object_that_would_hide_a_gradient_is_refused",
                 "structures_arrive_between_processes",
                 "the_same_tensor_twice_stays_one",
             ),
@@ -84,6 +85,7 @@ CASES: tuple[Case, ...] = (
                 "views_while_layers_are_timed",
                 "the_users_data_is_never_changed",
                 "memory_that_a_layer_uses_again",
+                "a_layer_that_remembers_is_recomputed_as_it_ran",
                 "the_memory_order_of_a_view_does_not_change_a_bit",
             ),
         ),
@@ -180,7 +182,11 @@ CASES: tuple[Case, ...] = (
         (
             "eval_batch before train_batch; without targets",
             "no_grad, through a forward-only schedule, equals plain",
-            ("evaluation_before_and_after_training", "evaluation_without_targets"),
+            (
+                "evaluation_before_and_after_training",
+                "evaluation_without_targets",
+                "the_mode_of_the_caller_does_not_matter",
+            ),
         ),
         (
             "a layer raises at micro-batch 3, caught, train again",
@@ -188,6 +194,8 @@ CASES: tuple[Case, ...] = (
             (
                 "nothing_is_left_of_a_step_that_failed",
                 "nothing_is_left_of_a_step_that_failed_between_processes",
+                "nothing_is_left_of_an_update_that_failed",
+                "an_update_that_failed_on_one_rank_is_told_on_all",
                 "an_evaluation_that_failed",
             ),
         ),

@@ -18,7 +18,7 @@ from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.queue import WeightGradQueue
 from pipeline.losses import collected_losses
 from pipeline.random_state import key, preserved, seed_generator
-from pipeline.shapes import Order, Value, flatten, in_order, memory_order, settled, unflatten
+from pipeline.shapes import Order, Value, flatten, hides_gradient, in_order, memory_order, settled, unflatten
 
 __all__ = ["Layer", "LayerCall", "Place", "RandomSource"]
 
@@ -154,6 +154,12 @@ class Layer:
             out, structure = flatten(self._run(leaves, value, call.place, call.losses))
         needs = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out)
         call.outputs = [leaf for leaf, need in zip(out, needs, strict=True) if need]
+        hiding = next((type(leaf).__name__ for leaf in out if hides_gradient(leaf)), None)
+        if hiding is not None:
+            raise LayerError(
+                f"layer {self.name} returned a {hiding}, in which there are tensors that need a gradient, but only "
+                "those in tuples, lists and dicts get one; for a dataclass, call torch.export.register_dataclass once"
+            )
         return Value(self._handed_on(out), structure, needs)
 
     def _forward_to_recompute(self, value: Value, call: LayerCall) -> Value:
