@@ -217,9 +217,12 @@ class Engine:
         return gather_to_first(named_state(runner.built, runner.all_ties).owned, self.mesh)
 
     def load_full_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Set all parameters and buffers from what ``full_state_dict`` gave, passed on every rank."""
+        """Set all parameters and buffers from what ``full_state_dict`` gave, passed on every rank.  Collective.
+
+        Raises ``StateError`` on every rank, with nothing changed, when names or shapes are not those of the model.
+        """
         runner = self._planned()
-        load_named(named_state(runner.built, runner.all_ties), values)
+        load_named(named_state(runner.built, runner.all_ties), values, self.mesh.world)
 
     def save_checkpoint(self, directory: str | Path) -> Path:
         """Write a checkpoint into a directory of checkpoints, on any layout to be loaded on any other.  Collective.
