@@ -22,6 +22,7 @@ REMEDY = "set profile to a file that Profile.save wrote, or leave it out to meas
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class LayerCost(BaseModel):
@@ -61,6 +62,8 @@ class Profile(BaseModel):
     layers: Annotated[tuple[LayerCost, ...], Field(min_length=1)]
     hop: Seconds = 0.0
     """Seconds from the end of a send's producer to the earliest start of its receiver."""
+    speeds: tuple[Speed, ...] = ()
+    """How fast each rank of a pipeline is beside the typical one, whose seconds the layers' are; none: all alike."""
     device: str = "cpu"
     threads: Annotated[int, Field(ge=1)] = 1
 
@@ -112,6 +115,7 @@ def stage_costs(profile: Profile, partition: Partition, schedule: Schedule) -> C
         I=[math.fsum(layer.input_grad for layer in group) for group in groups],
         W=[math.fsum(layer.weight_grad for layer in group) for group in groups],
         hop=profile.hop,
+        speed=profile.speeds if len(profile.speeds) == schedule.ranks else 1.0,
     )
 
 

@@ -1,0 +1,126 @@
+"""Is `auto` the shortest also when it runs?  Layers that sleep, unlike each other, on ranks of which one is slow.
+
+    python -m benchmarks.auto [--json]
+
+12 layers on 4 ranks, of which rank 2 takes half as long again for everything, and 12 micro-batches.  All schedules
+get the costs that the engine's own profiler measures.  Of those by name that hold no more activations, the three
+with the shortest step by simulation run beside `auto`, a step of each in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from benchmarks.ranks import Row, median, report, run_ranks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from partition import Profile
+
+RANKS, SLOW_RANK, SLOWER = 4, 2, 1.5
+MICRO_BATCHES = 12
+FORWARD = (5, 9, 6, 7, 10, 4, 8, 6, 9, 5, 7, 6)  # milliseconds
+INPUT_GRAD, WEIGHT_GRAD = 1.1, 0.8  # of forward
+NAMED = 3
+STEPS = 7
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker()
+        return 0
+    found = run_ranks("benchmarks.auto", RANKS, [])
+    ours = found.pop("auto")
+    best = min(found, key=lambda name: found[name]["measured"])
+    rows = [
+        Row("auto over its simulation", ours["measured"], ours["simulated"], 1.03),
+        Row(f"auto over {best}, the best measured by name", ours["measured"], found[best]["measured"], 1.0),
+        Row(f"auto over {best}, both simulated", ours["simulated"], found[best]["simulated"], 1.0),
+    ]
+    return report(rows, as_json=options.json, unit="s")
+
+
+def sleeper(milliseconds: float, last: bool) -> nn.Module:
+    """A layer that takes longer where it is built on the slow rank."""
+    from benchmarks.sleeping_layers import Sleep
+
+    forward = milliseconds / 1000 * (SLOWER if int(os.environ["RANK"]) == SLOW_RANK else 1.0)
+    return Sleep(forward, INPUT_GRAD * forward, WEIGHT_GRAD * forward, last=last)
+
+
+def worker() -> None:
+    import torch
+
+    from benchmarks.sleeping_layers import stay_on_a_core, wake_exactly
+    from pipeline import LayerSpec, PipelineModule, initialize
+
+    wake_exactly()
+    stay_on_a_core(int(os.environ["RANK"]))
+    layers = [LayerSpec(sleeper, ms, index == len(FORWARD) - 1) for index, ms in enumerate(FORWARD)]
+    module = PipelineModule(layers, loss_fn=lambda output, target: output)
+    items = itertools.repeat((torch.zeros(4, 8), None))
+    config = {"micro_batches": MICRO_BATCHES, "partition": "profile"}
+    ours = initialize(module, config={**config, "schedule": "auto"}, optimizer=torch.optim.SGD)
+    ours.train_batch(items)
+    engines = {"auto": ours}
+    assert ours.profile is not None
+    for name, stages in best_by_name(ours.profile):
+        settings = {**config, "schedule": name, "stages_per_rank": stages}
+        engine = initialize(module, config=settings, optimizer=torch.optim.SGD, profile=ours.profile)
+        engine.train_batch(items)
+        engines[f"{name}:{stages}"] = engine
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(STEPS):
+        for name, engine in engines.items():
+            engine.mesh.world.barrier()
+            engine.train_batch(items)
+            times[name].append(engine.timeline().step_time)
+    if ours.mesh.rank == 0:
+        print(
+            json.dumps(
+                {
+                    name: {
+                        "measured": median(times[name]),
+                        "all": times[name],
+                        "simulated": engine.predicted_timeline().step_time,
+                        "peak": max(engine.predicted_timeline().peak_activations),
+                    }
+                    for name, engine in engines.items()
+                }
+            )
+        )
+
+
+def best_by_name(profile: Profile) -> list[tuple[str, int]]:
+    """Names and stages a rank of the shortest schedules by simulation that keep at most one micro-batch a rank."""
+    import schedules
+    from partition import make_partition, predict_timeline
+
+    found = []
+    for name, stages in itertools.product(schedules.names(), (1, 2, 3)):
+        if name == "auto" or not schedules.facts(name).stages_per_rank.allow(stages):
+            continue
+        try:
+            made = schedules.build(name, ranks=RANKS, micro_batches=MICRO_BATCHES, stages_per_rank=stages)
+        except schedules.errors.ImpossibleShape:
+            continue
+        if made.forward_only or len(made.routes) > 1:  # a second copy of the weights is memory too
+            continue
+        timeline = predict_timeline(profile, make_partition("profile", made, profile=profile), made)
+        if max(timeline.peak_activations) <= RANKS + 1e-9:
+            found.append((timeline.step_time, name, stages))
+    return [(name, stages) for _, name, stages in sorted(found)[:NAMED]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""What the profiler makes of the times that ranks measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.profiler import _speeds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pipe", "speeds"),
+    [
+        ([1.0, 1.05, 0.95, 1.0], 4, ()),  # within what times scatter
+        ([1.0, 1.0, 1.5, 1.0], 4, (1.0, 1.0, 1 / 1.5, 1.0)),
+        ([0.5, 1.0, 1.0], 3, (2.0, 1.0, 1.0)),
+        ([2.0], 1, ()),
+        ([1.0, 1.0, 1.0, 2.0], 2, (1.0, 0.5)),  # ranks 1 and 3 hold copies of one stage: the slower counts
+    ],
+)
+def test_ranks_that_take_longer_for_the_same_layers_are_slower(
+    seconds: list[float], pipe: int, speeds: tuple[float, ...]
+) -> None:
+    assert _speeds(seconds, pipe) == pytest.approx(speeds)
