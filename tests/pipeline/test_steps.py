@@ -743,9 +743,11 @@ def dawdle() -> None:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     outer = try_processes(dawdle, 3, timeout=60.0)[::2]
-    assert all("TransferTimeout" in (ending.error or "") for ending in outer)
+    errors = [ending.error or "" for ending in outer]
+    assert any("TransferTimeout" in error for error in errors)
+    assert all("TransferTimeout" in error or "RankDied" in error for error in errors)  # of the one that gave up first
     told = "waits in the agreement that opens the step for rank 1, which is outside of any step since"
-    assert any(told in (ending.error or "") for ending in outer)
+    assert any(told in error for error in errors)
 
 
 SCRIPT = """
