@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +75,7 @@ class Profile(BaseModel):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON; the file appears whole or not at all."""
         target = Path(path)
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}")
         text = json.dumps({"format": FORMAT, **self.model_dump()}, indent=1)
         try:
             unfinished.write_text(text + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +42,7 @@ def save(
     target = Path(path)
     view = view_of(target)
     # Beside the target, so that the replacement is one rename; the ending stays, since it chooses the format.
-    unfinished = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    unfinished = target.with_name(f".{target.stem}.{os.getpid()}-{threading.get_ident()}{target.suffix}")
     try:
         importlib.import_module(view).write(timeline, unfinished, over=over, unit=unit)
         os.replace(unfinished, target)
