@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipeline.links.local import LocalLink
+from pipeline.links.local import LocalLink, run_local
+from pipeline.links.shared_link import is_possible
 from tests.pipeline.orders import declare
+from tests.pipeline.processes import run_processes
+from tests.pipeline.transports import LINK
 
 Sent = list[tuple[int, torch.dtype]]
 
@@ -37,3 +41,14 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 
     monkeypatch.setattr(LocalLink, "send", noting)
     return seen
+
+
+@pytest.fixture(params=["threads", "processes", "processes that share memory"])
+def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Calls a worker on ranks, by each kind of link."""
+    if request.param == "threads":
+        return run_local
+    link = "shm" if "share" in request.param else "gloo"
+    if link == "shm" and not is_possible():
+        pytest.skip("no link through shared memory on this kind of machine")
+    return partial(run_processes, environment={LINK: link})
