@@ -9,14 +9,13 @@ with the shortest step by simulation run beside `auto`, a step of each in turn.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import sys
 from typing import TYPE_CHECKING
 
-from benchmarks.ranks import Row, median, report, run_ranks
+from benchmarks.ranks import Row, median, parser_of, report, run_ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,10 +31,7 @@ STEPS = 7
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     if options.worker:
         worker()
         return 0

@@ -9,24 +9,20 @@ parameters run in turn in the same processes.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 import sys
 import time
 
-from benchmarks.ranks import Row, median, report, run_ranks
+from benchmarks.ranks import Row, median, parser_of, report, run_ranks
 
 ROUNDS = 7
 SEQUENCE, WIDTH, VOCABULARY, ROWS, MICRO_BATCHES = 192, 64, 20_000, 2, 6
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     if options.worker:
         worker()
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -27,6 +28,14 @@ class Row(NamedTuple):
     @property
     def ok(self) -> bool:
         return self.ratio <= self.bar
+
+
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """What every benchmark on ranks takes: --json, and --worker where it is started as one of them."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
 
 
 def run_ranks(script: str, ranks: int, arguments: Sequence[str], *, timeout: float = 600.0) -> Any:

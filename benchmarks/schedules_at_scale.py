@@ -72,7 +72,7 @@ def once(name: str, ranks: int, micro_batches: int) -> dict[str, float]:
     started = time.perf_counter()
     schedule = build(name, ranks=ranks, micro_batches=micro_batches)  # checks it
     program = lower(schedule)  # proves it
-    simulate(program).bubble  # noqa: B018
+    bubble = simulate(program).bubble
     seconds = time.perf_counter() - started
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     return {
@@ -80,6 +80,7 @@ def once(name: str, ranks: int, micro_batches: int) -> dict[str, float]:
         "processor": time.process_time(),
         "memory": memory,
         "actions": len(schedule.actions),
+        "bubble": bubble,
     }
 
 

@@ -9,14 +9,13 @@ measured latency of the link: nothing is fitted.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import sys
 import time
 
-from benchmarks.ranks import Row, median, report, run_ranks
+from benchmarks.ranks import Row, median, parser_of, report, run_ranks
 
 SECONDS = 0.020
 STEPS = 7
@@ -24,12 +23,10 @@ BAR = 1.03
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved-1f1b:2"], metavar="NAME[:V]")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(options.schedules[0], options.micro_batches[0])

@@ -68,6 +68,11 @@ class Profile(BaseModel):
     device: str = "cpu"
     threads: Annotated[int, Field(ge=1)] = 1
 
+    def speeds_for(self, ranks: int) -> tuple[float, ...]:
+        """The speed of each of this many ranks; none where all are alike, or where they were measured on another
+        number of ranks, so that nobody knows which is where."""
+        return self.speeds if len(self.speeds) == ranks else ()
+
     def digest(self) -> str:
         """16 hexadecimal digits, equal for equal profiles."""
         return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()[:16]
@@ -116,7 +121,7 @@ def stage_costs(profile: Profile, partition: Partition, schedule: Schedule) -> C
         I=[math.fsum(layer.input_grad for layer in group) for group in groups],
         W=[math.fsum(layer.weight_grad for layer in group) for group in groups],
         hop=profile.hop,
-        speed=profile.speeds if len(profile.speeds) == schedule.ranks else 1.0,
+        speed=profile.speeds_for(schedule.ranks) or 1.0,
     )
 
 

@@ -25,6 +25,7 @@ from pipeline.build import Stretch
 from pipeline.errors import CheckpointError
 from pipeline.mesh import Mesh
 from pipeline.module import Tie
+from pipeline.state import agreed_misfit
 from pipeline.ties import owner_name
 
 __all__ = ["latest", "load_tensors", "optimizer_entries", "read_header", "require_fit", "restore_optimizer", "save"]
@@ -151,12 +152,12 @@ def require_fit(
         reason = f"{path} does not fit: {misfit}" if misfit else ""
     except CheckpointError as error:
         reason = str(error)
-    told = mesh.world.all_gather_object((reason, list(tensors)))
-    rest = {name for name in stored if name.startswith("model.")}.difference(*(names for _, names in told))
-    reasons = [text for text, _ in told if text]
-    reasons += [f"{path} does not fit: it has {name!r}, and the model has not" for name in sorted(rest)]
-    if reasons:
-        raise CheckpointError(reasons[0])
+    of_model = [name for name in stored if name.startswith("model.")]
+    reason, surplus = agreed_misfit(reason, list(tensors), of_model, mesh.world)
+    if surplus and not reason:
+        reason = f"{path} does not fit: it has {surplus[0]!r}, and the model has not"
+    if reason:
+        raise CheckpointError(reason)
 
 
 def _misfit(

@@ -14,6 +14,7 @@ from pipeline.buffers import Buffers, Snapshot
 from pipeline.device import generator_of
 from pipeline.errors import LayerError
 from pipeline.gradients.binding import Binding
+from pipeline.gradients.direct import direct
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.queue import WeightGradQueue
 from pipeline.losses import collected_losses
@@ -34,7 +35,7 @@ class Place(NamedTuple):
 
     @staticmethod
     def at(seed: int, step: int, micro_batch: int) -> Place:
-        return Place(step, micro_batch, absorbed(absorbed(absorbed(0, seed), step), micro_batch))
+        return Place(step, micro_batch, absorbed(0, seed, step, micro_batch))
 
 
 class RandomSource(NamedTuple):
@@ -80,15 +81,11 @@ class _Gate(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
-# Nor does the node in the graph need the frame of Python that knows older spellings of backward.
-_Gate._backward_cls.apply = _Gate.backward  # type: ignore[attr-defined]
+_pass_gate: Callable[..., tuple[Tensor, ...]] = direct(_Gate)
 _ANCHOR = torch.zeros((), requires_grad=True)  # what makes autograd record the gate; it never gets a gradient
 
 # What torch.autograd.backward comes to, without its checks of arguments: these have the shapes of their outputs.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
-
-# Function.apply adds a Python frame for torch.func transforms, which the engine never runs under.
-_pass_gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Gate).apply
 
 
 def _gate(value: Value, call: LayerCall) -> list[Any]:

@@ -19,14 +19,14 @@ from pipeline.device import set_threads, synchronise
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.split import split
 from pipeline.layer import Layer, Place, RandomSource
-from pipeline.links.protocol import LANE_F
+from pipeline.links.protocol import LANE_F, Link
 from pipeline.mesh import Mesh, make_mesh
 from pipeline.module import PipelineModule
 from pipeline.random_state import preserved
 from pipeline.shapes import Value, entering
 from pipeline.stage import with_targets
 
-__all__ = ["count_parameters", "measure_hop", "profile_alone", "profile_layers"]
+__all__ = ["count_parameters", "measure_hop", "profile_alone", "profile_layers", "round_trip"]
 
 _WARM_UP_RUNS = 2
 _HOP_ROUNDS = 20
@@ -47,15 +47,15 @@ def profile_layers(
 
     All ranks time the same layer at the same time, as they will share caches and memory bandwidth in training; a
     cost is the mean over ranks of the median over ``runs`` warm runs, at the speed of a typical rank where ranks
-    differ.  The loss counts to the last layer.  Nothing
-    of the model that will be trained is touched: the layers are built for this and freed again.
+    differ.  The loss counts to the last layer.  Nothing of the model that will be trained is touched: the layers are
+    built for this and freed again.
     """
     value = entering(item.inputs)
     measured: list[LayerCost] = []
     with preserved(random.device):
         for index in range(len(module)):
+            again = index in recompute
             try:
-                again = index in recompute
                 value, cost = _measure_layer(module, index, value, random, mesh, runs=runs, recompute=again)
             except Exception as error:
                 error.add_note(f"raised in layer {index} ({module.type_of(index)}), as layers were timed for the cuts")
@@ -222,23 +222,24 @@ def measure_hop(mesh: Mesh, size: int) -> float:
     firsts = [mesh.world_rank(data, 0) for data in range(mesh.data)] if mesh.pipe > 1 else []
     mesh.link.connect([pair for first in firsts for pair in ((first, first + 1), (first + 1, first))])
     if mesh.pipe > 1 and mesh.pipe_rank < 2:
-        peer = mesh.world_rank(mesh.data_rank, 1 - mesh.pipe_rank)
-        trips = [_round_trip(mesh, peer, size) for _ in range(_HOP_ROUNDS)]
-        mine = statistics.median(trips) / 2 if mesh.pipe_rank == 0 else None
+        peer, begins = mesh.world_rank(mesh.data_rank, 1 - mesh.pipe_rank), mesh.pipe_rank == 0
+        ball = torch.zeros(max(size, 1), dtype=torch.uint8, device=mesh.device)
+        trips = [round_trip(mesh.link, peer, ball, begins=begins, pause=_HOP_PAUSE) for _ in range(_HOP_ROUNDS)]
+        mine = statistics.median(trips) / 2 if begins else None
     found = [hop for hop in mesh.world.all_gather_object(mine) if hop is not None]
     return statistics.fmean(found) if found else 0.0
 
 
-def _round_trip(mesh: Mesh, peer: int, size: int) -> float:
-    ball = torch.zeros(max(size, 1), dtype=torch.uint8, device=mesh.device)
-    if mesh.pipe_rank == 0:
-        time.sleep(_HOP_PAUSE)
+def round_trip(link: Link, peer: int, ball: Tensor, *, begins: bool, pause: float) -> float:
+    """Seconds for a tensor to a peer and back, on the rank that begins, after a pause; 0 on the one that returns it."""
+    if not begins:
+        link.receive(peer, ball, LANE_F).wait()
+        link.send(peer, ball, LANE_F).wait()
+        synchronise(ball.device)
+        return 0.0
+    time.sleep(pause)
     started = time.perf_counter()
-    if mesh.pipe_rank == 0:
-        mesh.link.send(peer, ball, LANE_F).wait()
-        mesh.link.receive(peer, ball, LANE_F).wait()
-    else:
-        mesh.link.receive(peer, ball, LANE_F).wait()
-        mesh.link.send(peer, ball, LANE_F).wait()
-    synchronise(mesh.device)
+    link.send(peer, ball, LANE_F).wait()
+    link.receive(peer, ball, LANE_F).wait()
+    synchronise(ball.device)
     return time.perf_counter() - started

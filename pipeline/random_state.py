@@ -17,17 +17,19 @@ def key(seed: int, step: int, micro_batch: int, layer: int) -> int:
 
     Each number (any integer, taken modulo 2^64) is absorbed in turn.
     """
-    return absorbed(absorbed(absorbed(absorbed(0, seed), step), micro_batch), layer)
+    return absorbed(0, seed, step, micro_batch, layer)
 
 
-def absorbed(state: int, number: int) -> int:
-    """The state after one number more, by the finaliser of SplitMix64, under which every bit of the input moves about
+def absorbed(state: int, *numbers: int) -> int:
+    """The state after some numbers more, by the finaliser of SplitMix64, under which every bit of the input moves about
     half of the bits of the result (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA
     2014)."""
-    value = (state + 0x9E3779B97F4A7C15 + number) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+    for number in numbers:
+        state = (state + 0x9E3779B97F4A7C15 + number) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
 
 
 def seed_generator(device: torch.device, key: int) -> None:

@@ -193,8 +193,9 @@ class Runner:
         if self._mesh.data > 1:
             for layer in self.built.layers.values():
                 layer.buffers.share(self._mesh.replicas)
-        buffers = {held: layer.buffers for held, layer in self.built.layers.items()}
-        share_with_twins(buffers, self._rank_of_layer, self._mesh.link)
+        if max(self.schedule.copy_of_stage):
+            buffers = {held: layer.buffers for held, layer in self.built.layers.items()}
+            share_with_twins(buffers, self._rank_of_layer, self._mesh.link)
 
     def _set_mode(self, train: bool) -> None:
         """Put all layers into training or evaluation mode."""

@@ -15,7 +15,7 @@ from pipeline.mesh import Mesh
 from pipeline.module import Tie
 from pipeline.ties import Role, owner_name, role
 
-__all__ = ["NamedState", "gather_to_first", "load_named", "named_state"]
+__all__ = ["NamedState", "agreed_misfit", "gather_to_first", "load_named", "named_state"]
 
 
 class NamedState(NamedTuple):
@@ -56,16 +56,25 @@ def load_named(state: NamedState, values: Mapping[str, Tensor], world: Group) ->
     is changed.
     """
     targets = [*state.owned.items(), *state.copies.items()]
-    told = world.all_gather_object((_misfit(targets, values), [name for name, _ in targets], list(values)))
-    problems = [text for text, _, _ in told if text]
-    known, given = ({name for names in column for name in names} for column in list(zip(*told, strict=True))[1:])
-    if surplus := sorted(given - known):
-        problems.append(f"the model has no {surplus[0]!r}, which is to be loaded; names too many: {len(surplus)}")
-    if problems:
-        raise StateError(problems[0])
+    problem, surplus = agreed_misfit(_misfit(targets, values), [name for name, _ in targets], list(values), world)
+    if surplus and not problem:
+        problem = f"the model has no {surplus[0]!r}, which is to be loaded; names too many: {len(surplus)}"
+    if problem:
+        raise StateError(problem)
     with torch.no_grad():
         for name, tensor in targets:
             tensor.copy_(values[name])
+
+
+def agreed_misfit(
+    problem: str, wanted: Sequence[str], given: Sequence[str], world: Group
+) -> tuple[str, list[str]]:
+    """The same on every rank: what the first of them has against loading, if any, and which names that are given no
+    rank wants.  Collective."""
+    told = world.all_gather_object((problem, wanted, given))
+    known = {name for _, names, _ in told for name in names}
+    surplus = {name for _, _, names in told for name in names} - known
+    return next((text for text, _, _ in told if text), ""), sorted(surplus)
 
 
 def _misfit(targets: Sequence[tuple[str, Tensor]], values: Mapping[str, Tensor]) -> str:

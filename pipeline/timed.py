@@ -17,15 +17,13 @@ Cut = Callable[[Schedule], Partition]
 
 
 def timed(plan: Plan, schedule: Schedule, profile: Profile, cut: Cut, *, free: bool) -> Plan:
-    """The plan with the costs of its stages, where its schedule takes costs; else the plan as it is.
+    """The plan of a schedule that takes costs, with those of its stages.
 
     ``schedule`` is the one the plan was begun with, ``cut`` makes the cuts for another. Where ``free``, a schedule that
     chooses is built for 1 to 4 stages a rank, as far as there are layers and first and last stage stay on their ranks,
     since who reads the data is settled by then; the shortest step wins.
     """
     known = facts(plan.schedule)
-    if "costs" not in known.options:
-        return plan
     begun = [schedule]
     if known.chooses:
         begun = list(_placements(schedule, len(profile.layers), free=free))
@@ -39,12 +37,12 @@ def timed(plan: Plan, schedule: Schedule, profile: Profile, cut: Cut, *, free: b
             stages_per_rank=one.stages_per_rank,
             costs=tuple(tuple(costs.per_stage(name, one.num_stages).tolist()) for name in ("F", "I", "W")),
             hop=costs.hop,
-            speeds=profile.speeds if len(profile.speeds) == one.ranks else (),
+            speeds=profile.speeds_for(one.ranks),
         )
         if known.chooses:
             placed = ("placement", one.name)
             own = replace(own, schedule_options=tuple(sorted({*own.schedule_options, placed})))
-        if len(begun) == 1 and not known.chooses:
+        if not known.chooses:
             return own
         found.append((simulate(own.build_schedule(), costs).step_time, len(found), own))
     return min(found)[2]

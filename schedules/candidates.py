@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -92,7 +92,7 @@ def named(site: Site) -> Iterator[Seed]:
             continue
         if known.place(site.ranks, site.stages_per_rank) != site.placement:
             continue
-        for options in _options(site, known.options.keys()):
+        for options in _options(site, known.options):
             try:
                 made = build(
                     name,
@@ -110,12 +110,12 @@ def named(site: Site) -> Iterator[Seed]:
                 yield Seed(name, rows)
 
 
-def _options(site: Site, known: Sequence[str] | object) -> list[dict[str, object]]:
+def _options(site: Site, known: Container[str]) -> list[dict[str, object]]:
     """The ways to build a schedule: as it is and, where it can be, timed for the costs and for the memory."""
     ways: list[dict[str, object]] = [{}]
-    if "costs" in known:  # type: ignore[operator]
+    if "costs" in known:
         ways.append({"costs": site.costs})
-        if "memory_cap" in known and not site.in_bytes and site.passes <= LARGE:  # type: ignore[operator]
+        if "memory_cap" in known and not site.in_bytes and site.passes <= LARGE:
             ways.append({"costs": site.costs, "memory_cap": min(site.cap)})
     return ways
 

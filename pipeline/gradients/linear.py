@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.gradients.direct import direct
 from pipeline.gradients.queue import WeightGradQueue
 from pipeline.gradients.site import Operator, Site
 
@@ -88,9 +89,5 @@ def _ordinary(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw, rows.sum(0) if needs_bias else None, None
 
 
-# Function.apply, and the apply of its node in the graph, put frames of Python around forward and backward, for
-# torch.func transforms (under which the plain operator runs) and older spellings. Linear layers run often
-# enough to do without: at width 64 that is 2 % of the whole.
-_Linear._backward_cls.apply = _Linear.backward  # type: ignore[attr-defined]
-linear: Callable[[Tensor, Tensor, Tensor | None, Site], Tensor] = super(torch.autograd.Function, _Linear).apply
+linear: Callable[[Tensor, Tensor, Tensor | None, Site], Tensor] = direct(_Linear)
 """`x @ weight.T + bias`; x: (..., in), weight: (out, in), bias: (out), result: (..., out); both are the site's."""

@@ -1,4 +1,4 @@
-"""A few bytes that all ranks of a host share, where the ranks are processes."""
+"""Memory that all ranks of a host share, where the ranks are processes."""
 
 from __future__ import annotations
 
