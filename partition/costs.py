@@ -22,6 +22,7 @@ REMEDY = "set profile to a file that Profile.save wrote, or leave it out to meas
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class LayerCost(BaseModel):
@@ -54,7 +55,10 @@ class LayerCost(BaseModel):
 
 
 class Profile(BaseModel):
-    """The costs of all layers of a model, of the link between ranks, and what they were measured on."""
+    """The costs of all layers of a model, of the link between ranks, and what they were measured on.
+
+    A layer's seconds are those on a rank of speed 1; on another they are divided by its speed.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,6 +67,15 @@ class Profile(BaseModel):
     """Seconds from the end of a send's producer to the earliest start of its receiver."""
     device: str = "cpu"
     threads: Annotated[int, Field(ge=1)] = 1
+    speeds: tuple[Speed, ...] = ()
+    """The speed of each rank of a pipeline, 1 for the typical one; empty where all are equally fast."""
+
+    def speeds_for(self, ranks: int) -> tuple[float, ...]:
+        """The speed of each of this many ranks, or () where they are the same or were measured on another number.
+
+        Then nobody knows which machines the ranks are on, and all count as typical ones.
+        """
+        return self.speeds if len(self.speeds) == ranks else ()
 
     def digest(self) -> str:
         """16 hexadecimal digits, equal for equal profiles."""
@@ -99,7 +112,8 @@ class Profile(BaseModel):
 
 
 def stage_costs(profile: Profile, partition: Partition, schedule: Schedule) -> Costs:
-    """F, I and W of every stage in seconds: the sums over the layers of the group that the stage holds.
+    """F, I and W of every stage in seconds at speed 1, the sums over the layers of the group that it holds, and how
+    fast each rank is.
 
     Raises ProfileError or PartitionError when the three do not belong together.
     """
@@ -112,6 +126,7 @@ def stage_costs(profile: Profile, partition: Partition, schedule: Schedule) -> C
         I=[math.fsum(layer.input_grad for layer in group) for group in groups],
         W=[math.fsum(layer.weight_grad for layer in group) for group in groups],
         hop=profile.hop,
+        speed=profile.speeds_for(schedule.ranks) or 1.0,
     )
 
 

@@ -24,6 +24,7 @@ from pipeline.mesh import Mesh, make_mesh
 from pipeline.module import PipelineModule
 from pipeline.random_state import preserved
 from pipeline.shapes import Value, entering
+from pipeline.speeds import rank_speeds, slowest_copies
 from pipeline.stage import with_targets
 
 __all__ = ["count_parameters", "measure_hop", "profile_alone", "profile_layers"]
@@ -46,8 +47,9 @@ def profile_layers(
     """Time the forward, I and W of every layer on one micro-batch.  Collective.
 
     All ranks time the same layer at the same time, as they will share caches and memory bandwidth in training; a
-    cost is the mean over ranks of the median over ``runs`` warm runs.  The loss counts to the last layer.  Nothing
-    of the model that will be trained is touched: the layers are built for this and freed again.
+    cost is the mean over ranks of the median over ``runs`` warm runs, each at speed 1 (``rank_speeds``).  The loss
+    counts to the last layer.  Nothing of the model that will be trained is touched: the layers are built for this and
+    freed again.
     """
     value = entering(item.inputs)
     measured: list[LayerCost] = []
@@ -60,9 +62,17 @@ def profile_layers(
     measured[-1] = measured[-1].model_copy(
         update={name: getattr(measured[-1], name) + getattr(cost, name) for name in _ADDED_BY_LOSS}
     )
-    layers = [_mean(costs) for costs in zip(*mesh.world.all_gather_object(measured), strict=True)]
+    by_rank: list[list[LayerCost]] = mesh.world.all_gather_object(measured)
+    speeds = rank_speeds([[layer.seconds for layer in own] for own in by_rank])
+    layers = [_mean(costs, speeds) for costs in zip(*by_rank, strict=True)]
     hop = measure_hop(mesh, int(statistics.median(layer.output_bytes for layer in layers)))
-    return Profile(layers=tuple(layers), hop=hop, device=str(mesh.device.type), threads=threads)
+    return Profile(
+        layers=tuple(layers),
+        hop=hop,
+        device=str(mesh.device.type),
+        threads=threads,
+        speeds=slowest_copies(speeds, mesh.pipe),
+    )
 
 
 def profile_alone(module: PipelineModule, item: Item, *, seed: int = 0, runs: int = 5, threads: int = 1) -> Profile:
@@ -77,8 +87,11 @@ _ADDED_BY_LOSS = ("forward", "input_grad", "activation_bytes")
 _TIMES = ("forward", "input_grad", "weight_grad")
 
 
-def _mean(costs: Sequence[LayerCost]) -> LayerCost:
-    return costs[0].model_copy(update={t: statistics.fmean(getattr(c, t) for c in costs) for t in _TIMES})
+def _mean(costs: Sequence[LayerCost], speeds: Sequence[float]) -> LayerCost:
+    at_speed_1 = {
+        t: statistics.fmean(getattr(cost, t) * speed for cost, speed in zip(costs, speeds, strict=True)) for t in _TIMES
+    }
+    return costs[0].model_copy(update=at_speed_1)
 
 
 def _measure_layer(

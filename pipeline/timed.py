@@ -39,6 +39,7 @@ def timed(plan: Plan, schedule: Schedule, profile: Profile, cut: Cut, *, free: b
             stages_per_rank=one.stages_per_rank,
             costs=tuple(tuple(costs.per_stage(name, one.num_stages).tolist()) for name in ("F", "I", "W")),
             hop=costs.hop,
+            speeds=profile.speeds_for(one.ranks),
         )
         if known.chooses:
             placed = ("placement", one.name)
