@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_FACTOR = [1.0]
 _INEXACT = 0.0001  # seconds by which a system may wake a process too late, when it is asked to be exact
 
 
@@ -26,11 +25,6 @@ def stay_on_a_core(rank: int) -> None:
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-
-def be_slower(factor: float) -> None:
-    """From now on layers of this process take this many times as long, as on a slower machine."""
-    _FACTOR[0] = factor
 
 
 def sleep_until(moment: float) -> None:
@@ -56,7 +50,7 @@ class Sleep(nn.Module):
         self.last = last  # gives one number, so that there is nothing left to do for a loss
 
     def forward(self, x: Tensor) -> Tensor:
-        end = time.perf_counter() + self.times[0] * _FACTOR[0]
+        end = time.perf_counter() + self.times[0]
         binding = getattr(self.linear.__dict__.get("forward"), "binding", None)
         y: Tensor = _Sleeping.apply(x, _ANCHOR, self.times, None if binding is None else binding.current)
         y = y.sum() if self.last else y
@@ -72,10 +66,10 @@ class _Sleeping(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        sleep_until(time.perf_counter() + ctx.times[1] * _FACTOR[0])
+        sleep_until(time.perf_counter() + ctx.times[1])
 
         def sleep_for_weights() -> None:
-            sleep_until(time.perf_counter() + ctx.times[2] * _FACTOR[0])
+            sleep_until(time.perf_counter() + ctx.times[2])
 
         if ctx.queue is None:
             sleep_for_weights()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -65,10 +66,10 @@ class Profile(BaseModel):
     layers: Annotated[tuple[LayerCost, ...], Field(min_length=1)]
     hop: Seconds = 0.0
     """Seconds from the end of a send's producer to the earliest start of its receiver."""
+    speeds: tuple[Speed, ...] = ()
+    """How fast each rank of a pipeline is beside the typical one, whose seconds the layers' are; none: all alike."""
     device: str = "cpu"
     threads: Annotated[int, Field(ge=1)] = 1
-    speeds: tuple[Speed, ...] = ()
-    """The speed of each rank of a pipeline, 1 for the typical one; empty where all are equally fast."""
 
     def speeds_for(self, ranks: int) -> tuple[float, ...]:
         """The speed of each of this many ranks, or () where they are the same or were measured on another number.
@@ -84,7 +85,7 @@ class Profile(BaseModel):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON; the file appears whole or not at all."""
         target = Path(path)
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}")
         text = json.dumps({"format": FORMAT, **self.model_dump()}, indent=1)
         try:
             unfinished.write_text(text + "\n", encoding="utf-8")

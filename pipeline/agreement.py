@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.errors import DataError, EndOfData
+from pipeline.errors import DataError, EndOfData, StateError
 from pipeline.links.tree import sum_over_ranks
 from pipeline.mesh import Mesh
 
@@ -48,28 +48,33 @@ def open_step(
     signatures: Mapping[int, int],
     call: Call,
     error: Exception | None,
+    steps: int,
+    iterator: int = 0,
 ) -> Opening:
     """Agree on the step over all ranks, in one sum.
 
     ``count`` is the number of micro-batches this rank has read, None where it reads none, and ``error`` what it met
     while it read them; ``weights`` and ``signatures`` are those of the micro-batches that leave, or enter, the model on
-    this rank.  Every slot of the vector is written by one rank, so that sums are exact.
+    this rank; ``steps`` are the updates that it has made, and ``iterator`` is a number for what it reads from, 0 where
+    no other rank can have the same one.  Every slot of the vector is written by one rank, so that sums are exact.
 
-    Raises ``EndOfData`` when an iterator has nothing left, and ``DataError`` when a rank could not read, ranks read
-    different numbers of micro-batches, call different methods, or the weights are no weights; on every rank alike,
-    before anything is sent.
+    Raises ``EndOfData`` when an iterator has nothing left, ``StateError`` when ranks have made different numbers of
+    updates, and ``DataError`` when a rank could not read, ranks read different numbers of micro-batches, call
+    different methods, or the weights are no weights; on every rank alike, before anything is sent.
     """
-    ranks = torch.zeros(mesh.size, 2, dtype=torch.float64)
+    ranks = torch.zeros(mesh.size, 4, dtype=torch.float64)
     numbers = torch.zeros(2, mesh.data, limit, dtype=torch.float64)
     found = _FAILED if error is not None else _READS_NOTHING if count is None else 1.0 + count
-    ranks[mesh.rank] = torch.tensor([float(call), found], dtype=torch.float64)
+    ranks[mesh.rank] = torch.tensor([float(call), found, float(steps), float(iterator)], dtype=torch.float64)
     for row, values in enumerate((weights, signatures)):
         for micro_batch, value in values.items():
             numbers[row, mesh.data_rank, micro_batch] = value
     vector = torch.cat([ranks.reshape(-1), numbers.reshape(-1)])
     sum_over_ranks(mesh.link, vector)  # in host memory, where it is read
-    calls, counts = vector[: ranks.numel()].view_as(ranks).t().tolist()
+    calls, counts, updates, iterators = vector[: ranks.numel()].view_as(ranks).t().tolist()
     _require_one_call([Call(int(c)) for c in calls])
+    _require_one_state(updates)
+    _require_own_iterators(mesh, iterators)
     if _FAILED in counts:
         _tell_errors(mesh, error)
     micro_batches = _agreed_count(mesh, counts)
@@ -95,6 +100,26 @@ def _require_one_call(calls: Sequence[Call]) -> None:
         raise DataError(
             f"ranks do different things: {shown}. These are collective: every rank must make the same calls"
         )
+
+
+def _require_one_state(updates: Sequence[float]) -> None:
+    if len(set(updates)) > 1:
+        shown = "; ".join(f"rank {rank} has made {int(number)}" for rank, number in enumerate(updates))
+        raise StateError(
+            f"ranks have made different numbers of updates: {shown}. An optimizer, a learning-rate scheduler or the "
+            "loading of a checkpoint raised on some of them: load a checkpoint on every rank to go on"
+        )
+
+
+def _require_own_iterators(mesh: Mesh, iterators: Sequence[float]) -> None:
+    reader: dict[tuple[int, float], int] = {}
+    for rank, iterator in enumerate(iterators):
+        first = reader.setdefault((rank // mesh.pipe, iterator), rank)
+        if iterator and first != rank:
+            raise DataError(
+                f"ranks {first} and {rank} of one pipeline read the same iterator, so that each gets what the other "
+                "does not; make one on every rank, inside of the worker, that yields the same items"
+            )
 
 
 def _tell_errors(mesh: Mesh, error: Exception | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,29 @@ class Snapshot(tuple[_Kept, ...]):
             if buffer is not None and copy is not None:
                 buffer.copy_(copy)
 
+    def outdated(self) -> bool:
+        """Whether some buffer is another tensor now, or has other values."""
+        return any(
+            place[name] is not buffer or (buffer is not None and copy is not None and not torch.equal(buffer, copy))
+            for place, name, buffer, copy in self
+        )
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, the module works on these copies, as if nothing had changed its buffers since.
+
+        For the forward of a recomputation: the buffers have seen this micro-batch already, and later ones too.  Its
+        graph may keep the copies, which nothing changes afterwards.
+        """
+        now = [(place, name, place[name]) for place, name, _, _ in self]
+        for place, name, _, copy in self:
+            place[name] = copy
+        try:
+            yield
+        finally:
+            for place, name, buffer in now:
+                place[name] = buffer
+
 
 class Buffers:
     """The buffers of a module and its children, wherever an assignment may put others in their place."""
@@ -48,8 +72,15 @@ class Buffers:
 
     def snapshot(self) -> Snapshot:
         """What they are now."""
+        copies: dict[int, Tensor] = {}  # a buffer that two modules share stays one
+
+        def copied(buffer: Tensor) -> Tensor:
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().clone()
+            return copies[id(buffer)]
+
         return Snapshot(
-            _Kept(place, name, buffer, None if buffer is None else buffer.detach().clone())
+            _Kept(place, name, buffer, None if buffer is None else copied(buffer))
             for place, name, buffer in self._all()
         )
 

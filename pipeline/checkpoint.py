@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -25,7 +27,7 @@ from pipeline.mesh import Mesh
 from pipeline.module import Tie
 from pipeline.ties import owner_name
 
-__all__ = ["latest", "load_tensors", "optimizer_entries", "read_header", "restore_optimizer", "save"]
+__all__ = ["latest", "load_tensors", "optimizer_entries", "read_header", "require_fit", "restore_optimizer", "save"]
 
 _LATEST = "latest"
 _HEADER = "header.pt"
@@ -46,23 +48,39 @@ def save(
     """
     final = directory / f"step-{step:08d}"
     partial = directory / f".partial-step-{step:08d}"
-    if mesh.rank == 0:
+
+    def prepare() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         torch.save(dict(header), partial / _HEADER)
         if profile is not None:
             profile.save(partial / _PROFILE)
-    mesh.world.barrier()
-    _write(dict(tensors), partial, mesh)
-    mesh.world.barrier()
-    if mesh.rank == 0:
+
+    def publish() -> None:
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         pointer = directory / f".{_LATEST}"
         pointer.write_text(final.name)
         os.replace(pointer, directory / _LATEST)
+
+    _on_first(prepare, directory, mesh)
+    _write(dict(tensors), partial, mesh)
     mesh.world.barrier()
+    _on_first(publish, directory, mesh)
     return final
+
+
+def _on_first(act: Callable[[], None], directory: Path, mesh: Mesh) -> None:
+    """Let rank 0 do something to files, and raise ``CheckpointError`` on every rank if it cannot.  Collective."""
+    error = None
+    if mesh.rank == 0:
+        try:
+            act()
+        except OSError as raised:
+            error = raised
+    told = mesh.world.broadcast_object(None if error is None else str(error), 0)
+    if told is not None:
+        raise CheckpointError(f"cannot write a checkpoint into {directory}: {told}") from error
 
 
 def _write(tensors: dict[str, Tensor], path: Path, mesh: Mesh) -> None:
@@ -103,31 +121,76 @@ def latest(path: Path) -> Path:
 
 def read_header(path: Path) -> tuple[dict[str, Any], Profile | None]:
     """What a checkpoint says beside its tensors, and the profile its layout was made from."""
-    header: dict[str, Any] = torch.load(path / _HEADER, weights_only=True)
+    with _readable(path):
+        header: dict[str, Any] = torch.load(path / _HEADER, weights_only=True)
     profile = path / _PROFILE
     return header, Profile.load(profile) if profile.is_file() else None
 
 
-def load_tensors(path: Path, wanted: Mapping[str, Tensor]) -> None:
-    """Fill tensors by name, in place.
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Whatever is raised for files that are damaged is an error of the checkpoint."""
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError, UnpicklingError, CheckpointException) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{path} cannot be read, it is damaged or not whole: {reason[-1]}") from error
 
-    Raises ``CheckpointError`` for a name that is not there or has another shape, before anything is changed.
+
+def require_fit(
+    path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor], optimizer: Optimizer | None, mesh: Mesh
+) -> None:
+    """Raise ``CheckpointError`` on every rank when a checkpoint is not of this model and optimizer.  Collective.
+
+    ``tensors`` are those of this rank's part of the model: together they must be all that is stored.
     """
-    stored = _stored(path)
-    for name, tensor in wanted.items():
+    stored: Mapping[str, TensorStorageMetadata] = {}
+    try:
+        stored = _stored(path)
+        misfit = _misfit(stored, header, tensors, optimizer)
+        reason = f"{path} does not fit: {misfit}" if misfit else ""
+    except CheckpointError as error:
+        reason = str(error)
+    told = mesh.world.all_gather_object((reason, list(tensors)))
+    rest = {name for name in stored if name.startswith("model.")}.difference(*(names for _, names in told))
+    reasons = [text for text, _ in told if text]
+    reasons += [f"{path} does not fit: it has {name!r}, and the model has not" for name in sorted(rest)]
+    if reasons:
+        raise CheckpointError(reasons[0])
+
+
+def _misfit(
+    stored: Mapping[str, TensorStorageMetadata],
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    optimizer: Optimizer | None,
+) -> str:
+    """What is in the way of loading, empty if nothing is."""
+    for name, tensor in tensors.items():
         if name not in stored:
-            raise CheckpointError(f"{path} has no {name!r}: it is a checkpoint of another model")
+            return f"it has no {name!r}"
         if stored[name].size != tensor.shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {tuple(stored[name].size)}, the model needs {tuple(tensor.shape)}"
-            )
+            return f"{name} has shape {tuple(stored[name].size)}, the model needs {tuple(tensor.shape)}"
+    if optimizer is None or "groups" not in header:
+        return ""
+    kind, groups, saved = type(optimizer).__name__, len(optimizer.param_groups), len(header["groups"])
+    if kind != header.get("optimizer", kind):
+        return f"it goes on with {header['optimizer']}, not {kind}: pass the same optimizer to initialize"
+    if groups != saved:
+        return f"its optimizer has {saved} parameter groups, this one {groups}: pass the same param_groups"
+    return ""
+
+
+def load_tensors(path: Path, wanted: Mapping[str, Tensor]) -> None:
+    """Fill tensors by name, in place; ``require_fit`` has found that they are there."""
     if wanted:
-        with _for_itself():
+        with _readable(path), _for_itself():
             load(dict(wanted), storage_reader=FileSystemReader(path), no_dist=True)
 
 
 def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    with _readable(path):
+        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -170,8 +171,10 @@ class Engine:
         factor = clipping_factor(norm, self.config.gradient_clipping)
         if factor != 1.0:
             update.scale_gradients(factor)
-        update.step()
-        runner.zero_gradients()
+        try:
+            update.step()
+        finally:  # where the optimizer raises, its gradients must not be added to those of the next step
+            runner.zero_gradients()
         self.steps += 1
         self.stats = StepStats(closing.span, 1 - sum(closing.busy) / (closing.span * self.mesh.size), norm)
         return closing.loss
@@ -214,9 +217,12 @@ class Engine:
         return gather_to_first(named_state(runner.built, runner.all_ties).owned, self.mesh)
 
     def load_full_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Set all parameters and buffers from what ``full_state_dict`` gave, passed on every rank."""
+        """Set all parameters and buffers from what ``full_state_dict`` gave, passed on every rank.  Collective.
+
+        Raises ``StateError`` on every rank, with nothing changed, when names or shapes are not those of the model.
+        """
         runner = self._planned()
-        load_named(named_state(runner.built, runner.all_ties), values)
+        load_named(named_state(runner.built, runner.all_ties), values, self.mesh.world)
 
     def save_checkpoint(self, directory: str | Path) -> Path:
         """Write a checkpoint into a directory of checkpoints, on any layout to be loaded on any other.  Collective.
@@ -228,6 +234,7 @@ class Engine:
         tensors = {f"model.{name}": t for name, t in named_state(runner.built, ties).owned.items()}
         header: dict[str, Any] = {"steps": self.steps, "seed": self.config.seed, "layers": len(self.module)}
         if updater is not None:
+            header["optimizer"] = type(updater.optimizer).__name__
             tensors |= checkpoint.optimizer_entries(updater.optimizer, updater.flat, ties)
             header["groups"] = updater.settings()
             header["scheduler"] = updater.scheduler.state_dict() if updater.scheduler is not None else None
@@ -237,7 +244,8 @@ class Engine:
         """Go on from a checkpoint, or from the latest of a directory: the same bits as without the stop.  Collective.
 
         Before the first step, the profile in the checkpoint takes the place of a new measurement.  Returns the
-        path of what was loaded.  Raises ``CheckpointError`` where there is none, or one of another model.
+        path of what was loaded.  Raises ``CheckpointError`` on every rank, before anything is changed, where there is
+        none, or one of another model or optimizer.
         """
         found = checkpoint.latest(Path(path))
         header, profile = checkpoint.read_header(found)
@@ -250,7 +258,10 @@ class Engine:
             self._plan(None)
         runner = self._planned()
         state = named_state(runner.built, runner.all_ties)
-        checkpoint.load_tensors(found, {f"model.{n}": t for n, t in (*state.owned.items(), *state.copies.items())})
+        tensors = {f"model.{name}": t for name, t in (*state.owned.items(), *state.copies.items())}
+        optimizer = None if runner.update is None else runner.update.optimizer
+        checkpoint.require_fit(found, header, tensors, optimizer, self.mesh)
+        checkpoint.load_tensors(found, tensors)
         if runner.update is not None and "groups" in header:
             checkpoint.restore_optimizer(runner.update.optimizer, runner.update.flat, runner.all_ties, found)
             runner.update.restore(header["groups"], header["scheduler"])
@@ -340,14 +351,23 @@ class Engine:
 
     # -- a step ----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # whatever the caller is in: layers decide by the kind of step
     def _run(self, source: Any, call: Call) -> tuple[Step, Closing]:
         """Run one step of any kind up to its closing agreement."""
         mesh, limit, train = self.mesh, self.config.micro_batches, call is Call.TRAIN_BATCH
         table = self._tables[train]
         self._calls += 1
         mesh.board.begin(self._calls)
-        schedule = self.schedule if train else forwards_of(self.schedule, limit)
-        intake = take_in(source, call, mesh=mesh, schedule=schedule, module=self.module, table=table, limit=limit)
+        intake = take_in(
+            source,
+            call,
+            mesh=mesh,
+            schedule=self.schedule if train else forwards_of(self.schedule, limit),
+            module=self.module,
+            table=table,
+            limit=limit,
+            steps=self.steps,
+        )
         opening = intake.opening
         if self._runner is None:
             self._plan(intake.items[0] if intake.items else None)

@@ -73,7 +73,7 @@ class CheckpointError(PipelineError):
 
 
 class StateError(PipelineError, ValueError):
-    """Values that do not fit the model they are to be loaded into."""
+    """Values that do not fit the model they are to be loaded into, or that ranks do not have in common."""
 
 
 class EndOfData(PipelineError):

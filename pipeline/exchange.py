@@ -241,9 +241,10 @@ class Inbox:
 
     def take(self, at: Crossing) -> tuple[Form | None, list[Tensor]]:
         """Wait for a message; its form and tensors.  The form is None when the sender had failed before it."""
-        if at not in self._arrivals:
-            if not self._forms.known(at):
-                self._forms.bring(at, self._receive_header())
+        while at not in self._arrivals:  # what is sent before it may be needed after it
+            following = self._crossings[self._posted]
+            if not self._forms.known(following):
+                self._forms.bring(following, self._receive_header())
             self._post_next()
         form, buffers, pending = self._arrivals.pop(at)
         for transfer in pending:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from pipeline.errors import FormVaried, LinkError, StepFailed
+import time
+from collections.abc import Sequence
+
+from pipeline.errors import FormVaried, LinkError, RankDied, StepFailed
 from pipeline.mesh import Mesh
 from pipeline.step import Failure
 from pipeline.watch import hang_report
-from schedules import Program
+from schedules import Instruction
 
 __all__ = ["explain_hang", "raise_first"]
+
+_DYING = 0.1  # seconds for a process whose connections are gone to be seen as dead
 
 
 def raise_first(mesh: Mesh, failure: Failure | None) -> None:
@@ -22,6 +27,8 @@ def raise_first(mesh: Mesh, failure: Failure | None) -> None:
     raise StepFailed(rank, layer, action, message) from (failure.error if failure and rank == mesh.rank else None)
 
 
-def explain_hang(error: LinkError, mesh: Mesh, program: Program) -> None:
-    """Add to an error of the link what every rank was doing."""
-    error.add_note(f"{hang_report(mesh.board, program.rows)}")
+def explain_hang(error: LinkError, mesh: Mesh, rows: Sequence[Sequence[Instruction]] = ()) -> None:
+    """Add to an error of the link what every rank was doing; ``rows`` are those of the Program, where one runs."""
+    if isinstance(error, RankDied):
+        time.sleep(_DYING)
+    error.add_note(hang_report(mesh.board, rows or [()] * mesh.pipe))

@@ -7,7 +7,9 @@ from typing import Any
 
 from pipeline.agreement import Call, Opening, open_step
 from pipeline.batch import Item, read_items
+from pipeline.errors import LinkError
 from pipeline.exchange import ShapeTable
+from pipeline.failures import explain_hang
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule, rows
 from pipeline.shapes import Form, signature_of
@@ -26,9 +28,18 @@ class Intake:
 
 
 def take_in(
-    source: Any, call: Call, *, mesh: Mesh, schedule: Schedule, module: PipelineModule, table: ShapeTable, limit: int
+    source: Any,
+    call: Call,
+    *,
+    mesh: Mesh,
+    schedule: Schedule,
+    module: PipelineModule,
+    table: ShapeTable,
+    limit: int,
+    steps: int,
 ) -> Intake:
-    """Read up to ``limit`` items, on ranks that hold the first or last stage of a route, and agree on the step.
+    """Read up to ``limit`` items, on ranks that hold the first or last stage of a route, and agree on the step, which
+    comes after ``steps`` updates.
 
     Collective.  Raises the iterator's own error on the rank where it is raised, after the others have been told.
     """
@@ -58,11 +69,21 @@ def take_in(
             signatures=numbers,
             call=call,
             error=error,
+            steps=steps,
+            iterator=_identity(source, mesh) if enters or leaves else 0,
         )
+    except LinkError as broken:
+        explain_hang(broken, mesh)
+        raise
     finally:
         if error is not None:
             raise error
     return Intake(items, signatures, opening)
+
+
+def _identity(source: Any, mesh: Mesh) -> int:
+    """What tells two iterators apart where ranks are threads, and might have been given the same one; else 0."""
+    return 0 if mesh.random_lock is None or isinstance(source, list | tuple) else id(source)
 
 
 def _weight(module: PipelineModule, item: Item) -> float:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.buffers import Buffers
+from pipeline.buffers import Buffers, Snapshot
 from pipeline.device import generator_of
 from pipeline.errors import LayerError
 from pipeline.gradients.binding import Binding
@@ -18,7 +18,7 @@ from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.queue import WeightGradQueue
 from pipeline.losses import collected_losses
 from pipeline.random_state import absorbed, preserved
-from pipeline.shapes import Order, Value, flatten, in_order, memory_order, settled, unflatten
+from pipeline.shapes import Order, Value, flatten, hides_gradient, in_order, memory_order, settled, unflatten
 
 __all__ = ["Layer", "LayerCall", "Place", "RandomSource"]
 
@@ -48,7 +48,7 @@ class RandomSource(NamedTuple):
 class LayerCall:
     """The passage of one micro-batch through one layer: everything its backward needs."""
 
-    __slots__ = ("gradients", "kept", "losses", "orders", "outputs", "place", "queue")
+    __slots__ = ("buffers", "gradients", "kept", "losses", "orders", "outputs", "place", "queue")
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -58,6 +58,7 @@ class LayerCall:
         self.gradients: tuple[Tensor | None, ...] = ()  # of the inputs that need one, left here by the gate
         self.orders: tuple[Order, ...] = ()  # how these inputs lie in memory, and their gradients are to
         self.kept: Value | None = None  # the input, when the layer is to be recomputed
+        self.buffers: Snapshot | None = None  # what they were then, where the forward changes them
 
 
 class _Gate(torch.autograd.Function):
@@ -138,6 +139,8 @@ class Layer:
         self.buffers = Buffers(module)
         self._drew: dict[bool, tuple[int, bool]] = {}  # by training mode: in which step, whether; only under a lock
         self._changes_input: dict[bool, bool] = {}  # by training mode; only where the input is spared
+        self._changes_buffers = False  # only where the layer is recomputed
+        self._left_buffers_in = -1  # the last step in which it was seen not to change them
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -162,16 +165,35 @@ class Layer:
             out, structure = flatten(self._run(leaves, value, call.place, call.losses))
         needs = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out])
         call.outputs = [leaf for leaf, need in zip(out, needs, strict=True) if need]
+        self._require_visible(out)
         return Value([self._handed_on(leaf) for leaf in out], structure, needs)
 
     def _forward_to_recompute(self, value: Value, call: LayerCall) -> Value:
         """Keep the input and drop the graph, without which nobody could tell which outputs need a gradient."""
         once = LayerCall(call.place)
+        call.buffers = self.buffers.snapshot() if self._left_buffers_in != call.place.step else None
         output = self._forward_with_graph(value, once)
+        self._note_buffers(call)
         call.kept = value
         call.losses = [(name, loss.detach()) for name, loss in once.losses]
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
         return Value(leaves, output.structure, output.needs_gradient)
+
+    def _require_visible(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) and hides_gradient(leaf):
+                raise LayerError(
+                    f"layer {self.name} returned a {type(leaf).__name__}, in which there are tensors that need a "
+                    "gradient, but only those in tuples, lists and dicts get one; for a dataclass, call "
+                    "torch.export.register_dataclass once"
+                )
+
+    def _note_buffers(self, call: LayerCall) -> None:
+        """Keep what buffers were only for a layer that changes them, which is looked at once a step until it does."""
+        if call.buffers is not None and not self._changes_buffers:
+            self._changes_buffers = call.buffers.outdated()
+            if not self._changes_buffers:
+                call.buffers, self._left_buffers_in = None, call.place.step
 
     def _handed_on(self, leaf: Any) -> Any:
         """An output as the next layer gets it: dense, and in memory that this layer does not use again."""
@@ -247,30 +269,10 @@ class Layer:
 
     def _recompute(self, call: LayerCall, value: Value) -> None:
         call.kept, call.losses = None, []
-        with _own_buffers(self.module):
+        before, call.buffers = call.buffers or self.buffers.snapshot(), None
+        with before.in_place():
             self._forward_with_graph(value, call)
 
 
-@contextmanager
-def _own_buffers(module: nn.Module | None) -> Iterator[None]:
-    """While open, a module works on copies of its buffers.
-
-    Running statistics saw this micro-batch in its first forward already; and the graph of the second keeps the copies,
-    which nothing changes any more.
-    """
-    copies: dict[int, Tensor] = {}
-    originals: list[tuple[nn.Module, str, Tensor]] = []
-    for child in module.modules() if module is not None else ():
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                originals.append((child, name, buffer))
-                child._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
-    try:
-        yield
-    finally:
-        for child, name, buffer in originals:
-            child._buffers[name] = buffer
-
-
 def _versions(leaves: Sequence[Any]) -> list[int]:
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

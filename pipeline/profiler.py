@@ -55,7 +55,12 @@ def profile_layers(
     measured: list[LayerCost] = []
     with preserved(random.device):
         for index in range(len(module)):
-            value, cost = _measure_layer(module, index, value, random, mesh, runs=runs, recompute=index in recompute)
+            try:
+                again = index in recompute
+                value, cost = _measure_layer(module, index, value, random, mesh, runs=runs, recompute=again)
+            except Exception as error:
+                error.add_note(f"raised in layer {index} ({module.type_of(index)}), as layers were timed for the cuts")
+                raise
             measured.append(cost)
         loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, spares_input=True)
         _, cost = _measure(loss, with_targets(value, item.targets), "loss", mesh, runs)

@@ -132,22 +132,10 @@ class Runner:
             if step.train:
                 self._check_gradients(step)
                 self.ties.add()
+            closing = self._close(step, executor, stop)
         except LinkError as error:
-            failures.explain_hang(error, mesh, executor.program)
+            failures.explain_hang(error, mesh, executor.program.rows)
             raise
-        mesh.board.at(At.CLOSING)
-        raised = None if step.failure is None else step.failure.error
-        varied = raised.stage + 1 if isinstance(raised, FormVaried) else 0
-        failed = raised is not None and not varied
-        stamps = executor.stamps
-        closing = close(
-            mesh,
-            self._config.micro_batches,
-            Report(failed, varied, step.rooted, stop, stamps.busy, stamps.end - stamps.begin),
-            losses=step.losses,
-            shares=step.shares,
-            squared_norms=self._squared_norms() if step.train else [],
-        )
         if closing.varied:  # goes before failures: what was sent in place of the value may be their cause
             self.undo()
         elif closing.failed:
@@ -162,6 +150,21 @@ class Runner:
         elif step.train:
             self._share_buffers()
         return executor, closing
+
+    def _close(self, step: Step, executor: Executor, stop: bool) -> Closing:
+        self._mesh.board.at(At.CLOSING)
+        raised = None if step.failure is None else step.failure.error
+        varied = raised.stage + 1 if isinstance(raised, FormVaried) else 0
+        failed = raised is not None and not varied
+        stamps = executor.stamps
+        return close(
+            self._mesh,
+            self._config.micro_batches,
+            Report(failed, varied, step.rooted, stop, stamps.busy, stamps.end - stamps.begin),
+            losses=step.losses,
+            shares=step.shares,
+            squared_norms=self._squared_norms() if step.train else [],
+        )
 
     def _prepare(self) -> None:
         """Make ready for a training step: gradients in place, and what it may change kept."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
 __all__ = [
     "Constant",
@@ -21,6 +21,7 @@ __all__ = [
     "fits",
     "flatten",
     "form_of",
+    "hides_gradient",
     "in_order",
     "memory",
     "memory_order",
@@ -28,6 +29,8 @@ __all__ = [
     "signature_of",
     "unflatten",
 ]
+
+_OPEN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
 Order = tuple[int, ...] | None
 """The dimensions of a tensor as they lie in memory, the outermost first; None where that is their own order."""
@@ -133,6 +136,15 @@ def unflatten(leaves: Sequence[Any], structure: TreeSpec | None) -> Any:
     if structure is _PAIR:
         return tuple(leaves)
     return tree_unflatten([leaves[x.place] if isinstance(x, Same) else x for x in leaves], structure)
+
+
+def hides_gradient(leaf: Any) -> bool:
+    """Whether a leaf is an object in which there are tensors that need a gradient: nothing would bring it to them."""
+    if isinstance(leaf, _OPEN):
+        return False
+    inside = [*getattr(leaf, "__dict__", {}).values(), *(leaf if isinstance(leaf, set | frozenset) else ())]
+    inside += [getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())]
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_iter(inside))
 
 
 def entering(nesting: Any) -> Value:

@@ -112,7 +112,8 @@ def with_targets(output: Value, targets: Any) -> Value:
 
 def _scalar(loss: Value) -> Value:
     (leaf, *rest) = loss.leaves
-    if rest or not isinstance(leaf, Tensor) or leaf.numel() != 1:
-        shown = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+    if rest or not isinstance(leaf, Tensor) or leaf.numel() != 1 or leaf.is_complex():
+        kind = "complex tensor" if isinstance(leaf, Tensor) and leaf.is_complex() else "tensor"
+        shown = f"a {kind} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
         raise LossError(f"loss_fn must return a scalar tensor, the mean over the micro-batch; it returned {shown}")
     return loss

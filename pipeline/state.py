@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.build import BuiltLayers
 from pipeline.errors import StateError
-from pipeline.links.protocol import LANE_CONTROL
+from pipeline.links.protocol import LANE_CONTROL, Group
 from pipeline.mesh import Mesh
 from pipeline.module import Tie
 from pipeline.ties import Role, owner_name, role
@@ -49,20 +49,33 @@ def named_state(built: BuiltLayers, ties: Sequence[Tie]) -> NamedState:
     return NamedState(owned, copies)
 
 
-def load_named(state: NamedState, values: Mapping[str, Tensor]) -> None:
-    """Copy values into a rank's tensors, in place.
+def load_named(state: NamedState, values: Mapping[str, Tensor], world: Group) -> None:
+    """Copy values into the tensors of every rank, in place.  Collective.
 
-    Raises ``StateError`` for a missing name or another shape, before anything is changed.
+    Raises ``StateError`` on every rank for a name that is missing or too many, or for another shape, before anything
+    is changed.
     """
     targets = [*state.owned.items(), *state.copies.items()]
-    for name, tensor in targets:
-        if name not in values:
-            raise StateError(f"there is no {name!r} in what is to be loaded; it has {len(values)} names")
-        if values[name].shape != tensor.shape:
-            raise StateError(f"{name} has shape {tuple(values[name].shape)}, the model needs {tuple(tensor.shape)}")
+    told = world.all_gather_object((_misfit(targets, values), [name for name, _ in targets], list(values)))
+    problems = [text for text, _, _ in told if text]
+    known, given = ({name for names in column for name in names} for column in list(zip(*told, strict=True))[1:])
+    if surplus := sorted(given - known):
+        problems.append(f"the model has no {surplus[0]!r}, which is to be loaded; names too many: {len(surplus)}")
+    if problems:
+        raise StateError(problems[0])
     with torch.no_grad():
         for name, tensor in targets:
             tensor.copy_(values[name])
+
+
+def _misfit(targets: Sequence[tuple[str, Tensor]], values: Mapping[str, Tensor]) -> str:
+    """What keeps values from being loaded on this rank, or nothing."""
+    for name, tensor in targets:
+        if name not in values:
+            return f"there is no {name!r} in what is to be loaded; it has {len(values)} names"
+        if values[name].shape != tensor.shape:
+            return f"{name} has shape {tuple(values[name].shape)}, the model needs {tuple(tensor.shape)}"
+    return ""
 
 
 def gather_to_first(owned: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:

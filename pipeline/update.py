@@ -41,6 +41,14 @@ class Updater:
                 f"optimizer made a {type(self.optimizer).__name__}; give a torch.optim class, or a function that takes "
                 "a list of parameter groups and returns an optimizer"
             )
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        missing = sum(id(flat) not in held for _, flat in self.flat)
+        if missing:
+            raise ConfigError(
+                f"the optimizer has {missing} of {len(self.flat)} parameter vectors of this rank not in its groups, so "
+                "that nothing would train them; give it all the groups that the function gets, and set requires_grad "
+                "to False on parameters that are to stay as they are"
+            )
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
 
     def scale_gradients(self, factor: float) -> None:

@@ -250,7 +250,16 @@ def _alive(process: int) -> bool:
         return False
     except PermissionError:
         return True
-    return True
+    return not _is_zombie(process)
+
+
+def _is_zombie(process: int) -> bool:
+    """Whether a process has ended, and its parent has not asked yet how; as far as the system tells."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except (OSError, IndexError):
+        return False
 
 
 def _cycles(waits: Mapping[int, _Wait]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,14 @@ VIEWS = {
 }
 
 
+def view_of(path: Path) -> str:
+    """The module that draws for this ending.  Raises ``UnknownFormat`` where none does."""
+    view = VIEWS.get(path.suffix.lower())
+    if view is None:
+        raise UnknownFormat(f"cannot save a timeline as {path.name!r}; let the name end in one of {', '.join(VIEWS)}")
+    return view
+
+
 def save(
     timeline: Timeline,
     path: str | os.PathLike[str],
@@ -31,11 +40,9 @@ def save(
     """Write ``timeline``, over others on the same time axis, with the ``write`` of the view that the ending
     names."""
     target = Path(path)
-    view = VIEWS.get(target.suffix.lower())
-    if view is None:
-        raise UnknownFormat(f"cannot save a timeline as {target.name!r}; let the name end in one of {', '.join(VIEWS)}")
+    view = view_of(target)
     # Beside the target, so that the replacement is one rename; the ending stays, since it chooses the format.
-    unfinished = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    unfinished = target.with_name(f".{target.stem}.{os.getpid()}-{threading.get_ident()}{target.suffix}")
     try:
         importlib.import_module(view).write(timeline, unfinished, over=over, unit=unit)
         os.replace(unfinished, target)

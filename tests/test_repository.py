@@ -88,6 +88,14 @@ def test_every_decision_is_in_the_index() -> None:
     assert sorted(linked) == sorted(path.name for path in folder.glob("[0-9]*.md"))
 
 
+def test_the_cases_name_tests_that_exist() -> None:
+    from checks.cases import CASES, FOLDER
+
+    defined = {file: read(FOLDER / file) for file in {case.file for case in CASES}}
+    missing = [test for case in CASES for test in case.tests if f"def {test}(" not in defined[case.file]]
+    assert not missing
+
+
 def test_the_changelog_has_a_place_for_what_comes_next() -> None:
     text = read("CHANGELOG.md")
     assert re.search(r"^## Unreleased$", text, re.MULTILINE)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import schedules
 from partition import Partition, PartitionError, Profile, make_partition, predict_timeline, stage_costs
 from pipeline.commands import loading
+from pipeline.commands.shared import positive
 from pipeline.errors import PipelineError
 from schedules import Timeline
 from schedules.candidates import rules_for
@@ -24,8 +25,10 @@ _TRIED_STAGES = (1, 2, 3, 4)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     loading.add_model(parser)
-    parser.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks to cut for")
-    parser.add_argument("--micro-batches", type=int, default=8, metavar="M", help="micro-batches in a step (default 8)")
+    parser.add_argument("--ranks", type=positive, required=True, metavar="P", help="pipeline ranks to cut for")
+    parser.add_argument(
+        "--micro-batches", type=positive, default=8, metavar="M", help="micro-batches in a step (default 8)"
+    )
     parser.add_argument(
         "--method", default="profile", help="how to cut: profile (default), parameters, uniform, or type:REGEX"
     )
@@ -66,13 +69,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace) -> Profile:
+    from pipeline.batch import read_items
     from pipeline.profiler import profile_alone
 
     module = loading.load_model(options)
-    item = next(loading.load_data(options), None)
-    if item is None:
+    items = read_items(loading.load_data(options), 1)
+    if not items:
         raise loading.CannotLoad("the data hold no micro-batch to measure on; let --data give at least one")
-    return profile_alone(module, item)
+    return profile_alone(module, items[0])
 
 
 def _options(profile: Profile, options: argparse.Namespace) -> list[Option]:

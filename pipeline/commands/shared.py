@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import schedules
 from schedules import Costs, Schedule, Timeline
 from schedules.errors import CostError, ImpossibleShape, ScheduleError
+from schedules.saving import view_of
 
 RANKS, MICRO_BATCHES = 4, 8
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
@@ -31,15 +32,22 @@ class Time(NamedTuple):
     has_unit: bool
 
 
+def positive(text: str) -> int:
+    """A count from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """The arguments that say how large and how dear."""
     shape = parser.add_argument_group("shape")
-    shape.add_argument("--ranks", type=_positive, metavar="P", help=f"pipeline ranks (default {RANKS})")
+    shape.add_argument("--ranks", type=positive, metavar="P", help=f"pipeline ranks (default {RANKS})")
     shape.add_argument(
-        "--micro-batches", type=_positive, metavar="M", help=f"micro-batches in the step (default {MICRO_BATCHES})"
+        "--micro-batches", type=positive, metavar="M", help=f"micro-batches in the step (default {MICRO_BATCHES})"
     )
     shape.add_argument(
-        "--stages-per-rank", type=_positive, metavar="V",
+        "--stages-per-rank", type=positive, metavar="V",
         help="stages that each rank holds (default: the schedule's own)",
     )  # fmt: skip
     shape.add_argument(
@@ -66,7 +74,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output.add_argument("--json", action="store_true", help="write numbers as JSON in place of the drawing")
     output.add_argument(
-        "--width", type=_positive, metavar="COLUMNS", help="width of the drawing (default: the terminal's, or 80)"
+        "--width", type=positive, metavar="COLUMNS", help="width of the drawing (default: the terminal's, or 80)"
     )
     output.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
     output.add_argument(
@@ -164,6 +172,13 @@ def save(timelines: Sequence[Timeline], options: argparse.Namespace) -> None:
         raise CannotWrite(f"cannot write {options.save}: {error.strerror or error}") from error
 
 
+def check_target(path: Path) -> None:
+    """Raise now, and not after hours of training, when a timeline could not be saved under this path."""
+    view_of(path)
+    if not path.parent.is_dir():
+        raise CannotWrite(f"cannot write {path}: there is no folder {path.parent}")
+
+
 def drawn(timelines: Sequence[Timeline], options: argparse.Namespace) -> str:
     """The drawing for the terminal."""
     from schedules.views import text
@@ -204,12 +219,6 @@ def _can_draw(encoding: str | None) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
 
 
 def _time(text: str) -> Time:

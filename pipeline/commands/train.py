@@ -9,22 +9,33 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from partition.errors import PartitionError
 from pipeline.commands import loading
+from pipeline.commands.shared import check_target, positive
 from pipeline.config import PipelineConfig
-from pipeline.errors import ConfigError, EndOfData, ModelError, PipelineError
+from pipeline.errors import CheckpointError, ConfigError, DataError, EndOfData, ModelError, PipelineError
 from schedules.errors import ScheduleError
 
 if TYPE_CHECKING:
     from pipeline.engine import Engine
 
-bad_input = (loading.CannotLoad, ConfigError, ModelError, ScheduleError, OSError)
+bad_input = (
+    loading.CannotLoad,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    PartitionError,
+    ScheduleError,
+    OSError,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     loading.add_model(parser)
     parser.add_argument("--config", metavar="FILE", help="settings, a TOML, YAML or JSON file; options go over them")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="stop after this many steps (default: when the data end)"
+        "--steps", type=positive, metavar="N", help="stop after this many steps (default: when the data end)"
     )
     parser.add_argument(
         "--optimizer", default="torch.optim:AdamW", metavar="FILE:NAME",
@@ -40,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from pipeline.engine import initialize
 
+    if options.save is not None:
+        check_target(options.save)
     module = loading.load_model(options)
     config = PipelineConfig.load(options.config, options)
     optimizer = loading.load(options.optimizer)
@@ -64,7 +77,9 @@ def _train(engine: Engine, data: Any, steps: int | None) -> None:
         while steps is None or engine.steps < steps:
             try:
                 report(engine.train_batch(data))
-            except EndOfData:
+            except EndOfData as error:
+                if engine.steps == 0:
+                    raise loading.CannotLoad("the data hold no micro-batch; let --data give at least one") from error
                 break
 
 

@@ -141,3 +141,15 @@ def test_what_does_not_belong_together_is_refused(make_profile):
         stage_costs(make_profile([1.0] * 3), Partition((0, 2, 4)), schedule)
     with pytest.raises(PartitionError, match="the partition has 3 parts, schedule '1f1b' needs 2"):
         stage_costs(make_profile([1.0] * 3), Partition((0, 1, 2, 3)), schedule)
+
+
+def test_a_slow_rank_takes_longer_in_what_is_simulated() -> None:
+    layers = tuple(LayerCost(name=str(i), type="L", forward=1.0, input_grad=1.0, weight_grad=1.0) for i in range(2))
+    schedule = build("gpipe", ranks=2, micro_batches=3)
+    even = Profile(layers=layers)
+    slow = even.model_copy(update={"speeds": (1.0, 0.5)})
+    assert predict_timeline(even, Partition((0, 1, 2)), schedule).step_time == 3 * 3 + 3
+    # The second rank's nine passes take twice as long; beside them a forward and a backward of the first.
+    assert predict_timeline(slow, Partition((0, 1, 2)), schedule).step_time == 1 + 2 * 9 + 2
+    other = even.model_copy(update={"speeds": (1.0, 0.5, 1.0)})  # measured on another number of ranks
+    assert predict_timeline(other, Partition((0, 1, 2)), schedule).step_time == 12

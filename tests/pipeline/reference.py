@@ -20,9 +20,24 @@ from pipeline.random_state import key, preserved, seed_generator
 from tests.pipeline.layouts import Layout
 from tests.pipeline.models import MakeOptimizer, sgd
 
-__all__ = ["Case", "Layout", "Outcome", "Plain", "agree", "check", "check_all", "plainly", "run", "spread", "train"]
+__all__ = [
+    "COMPARED",
+    "Case",
+    "Layout",
+    "Outcome",
+    "Plain",
+    "agree",
+    "check",
+    "check_all",
+    "plainly",
+    "run",
+    "spread",
+    "train",
+]
 
 TOLERANCE = 1e-12  # of float64, relative to the largest number of a layer
+COMPARED: list[float] = []
+"""The largest relative difference of each comparison so far, for a check that tells it."""
 
 
 @dataclass(frozen=True)
@@ -183,12 +198,15 @@ def agree(found: Outcome, expected: Outcome, where: str, tolerance: float = TOLE
     for ours, theirs in zip(found.added, expected.added, strict=True):
         assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance), where
     assert found.after.keys() == expected.after.keys(), where
+    apart = [abs(a - b) / max(abs(b), 1.0) for a, b in zip(found.losses, expected.losses, strict=True)]
     moved = {name: (tensor - found.before[name]).abs() for name, tensor in expected.after.items()}
     for name, tensor in expected.after.items():
         layer = name.split(".")[1]
         largest = max(float(m.max()) for other, m in moved.items() if other.split(".")[1] == layer and m.numel())
         difference = float((found.after[name] - tensor).abs().max()) if tensor.numel() else 0.0
         assert difference <= tolerance * largest, f"{where}: {name} differs by {difference}, it moved by {largest}"
+        apart.append(difference / largest if difference else 0.0)
+    COMPARED.append(max(apart, default=0.0))
 
 
 def check_all(case: Case, layouts: Iterable[Layout], **others: Any) -> None:

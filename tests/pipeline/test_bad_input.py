@@ -138,6 +138,7 @@ def test_settings_that_cannot_be_run(ranks: int, settings: Any, error: type[Exce
         (lambda: initialize(model(), config={"profile": "no-such-profile.json"}), Exception, "no-such-profile.json"),
         (lambda: start_with(lambda groups: None), ConfigError, "optimizer made a NoneType; give a torch.optim class"),
         (lambda: start_with(torch.optim.SGD([torch.zeros(1)])), ConfigError, "optimizer is a SGD that exists already"),
+        (lambda: start_with(of_its_own), ConfigError, "has 4 of 4 parameter vectors of this rank not in its groups"),
         (lambda: PipelineModule([], functional.mse_loss), ModelError, "the list of layers is empty"),
         (lambda: PipelineModule([nn.Linear], functional.mse_loss), ModelError, "wrap it: LayerSpec(Linear)"),
         (lambda: PipelineModule([7], functional.mse_loss), ModelError, "layer 0 is a int; a layer is a LayerSpec"),
@@ -158,6 +159,10 @@ def test_models_and_arguments_that_cannot_be_run(act: Any, error: type[Exception
 
 def start_with(optimizer: Any) -> Engine:
     return initialize(model(), config={"partition": "uniform"}, optimizer=optimizer)
+
+
+def of_its_own(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
 
 def tied_unlike() -> PipelineModule:
@@ -206,6 +211,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "a matrix": (lambda y, t: (y - t).square(), "it returned a tensor of shape (2, 4)"),
     "nothing": (lambda y, t: None, "it returned NoneType"),
     "a number": (lambda y, t: (y - t).square().mean().item(), "it returned float"),
+    "a complex number": (lambda y, t: functional.mse_loss(y, t) * 1j, "it returned a complex tensor of shape ()"),
     "a pair": (lambda y, t: (functional.mse_loss(y, t), 1.0), "it returned"),
 }
 
@@ -375,6 +381,19 @@ def test_iterators_that_end_at_different_places_between_processes() -> None:
     assert {told for told, _ in results} == {results[0][0]}
     assert "(rank 0: 4, rank 2: 2)" in results[0][0]
     assert len({loss for _, loss in results}) == 1
+
+
+def test_one_iterator_for_two_ranks() -> None:
+    """Each would get what the other does not: inputs of one micro-batch with the targets of another."""
+    shared = iter(items() * 4)
+
+    def worker() -> float:
+        engine = start()
+        with pytest.raises(DataError, match="ranks 0 and 2 of one pipeline read the same iterator"):
+            engine.train_batch(shared)
+        return engine.train_batch(items()).item()
+
+    assert len(set(run_local(worker, 3))) == 1
 
 
 BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import register_dataclass
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from pipeline import LayerSpec, PipelineModule, initialize, run_local
 from pipeline.batch import Item
+from pipeline.errors import StepFailed
 from pipeline.links.protocol import LANE_B, LANE_F
 from tests.pipeline.conftest import Sent
 from tests.pipeline.processes import run_processes
@@ -133,6 +136,7 @@ STRUCTURES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "ordered dict": lambda x, w: OrderedDict(z=x * w, y=x),
     "nested": lambda x, w: ((x * w, [x.exp(), {"deep": x}]), (x,)),
     "named tuple": lambda x, w: Pair(x * w, Pair(None, x)),
+    "dataclass": lambda x, w: Known(x * w, [x]),
     "none": lambda x, w: (None, x * w, None),
     "numbers": lambda x, w: (x * w, 3, 0.5, "mode", True),
     "0-d": lambda x, w: (x * w, (x * w).sum(), torch.tensor(2.0)),
@@ -151,6 +155,8 @@ def tell(value: Any) -> str:
     """The whole structure in words: types, shapes and constants."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, Known):
+        return f"Known({tell(value.first)}, {tell(value.second)})"
     if isinstance(value, dict):
         return f"{type(value).__name__}({', '.join(f'{k}: {tell(v)}' for k, v in value.items())})"
     if isinstance(value, list | tuple):
@@ -190,6 +196,42 @@ def test_a_structure_arrives_as_it_was(name: str) -> None:
     layouts = [Layout("1f1b", 1), Layout("1f1b", 5), Layout("split", 4, recompute="every"), Layout("vee", 2, 2)]
     check_all(structured(name, made, seen), layouts)
     assert seen == made
+
+
+@dataclass
+class Known:
+    """A dataclass that torch knows."""
+
+    first: Any
+    second: Any
+
+
+register_dataclass(Known)
+
+
+@dataclass
+class Unknown:
+    inside: Any
+
+
+class Slotted:
+    __slots__ = ("inside",)
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+CLOSED = [Unknown, Slotted, lambda x: Unknown([{"deep": x}]), lambda x: {x}]
+
+
+@pytest.mark.parametrize("make", CLOSED)
+@pytest.mark.parametrize(
+    "layout", [Layout("1f1b", 1), Layout("1f1b", 4), Layout("gpipe", 1, recompute="every")], ids=str
+)
+def test_an_object_that_would_hide_a_gradient_is_refused(make: Any, layout: Layout) -> None:
+    case = stack(layer(lambda x, w: make(x * w)), layer(lambda value, w: w))
+    with pytest.raises(StepFailed, match=r"in layer 1 .*in which there are tensors that need a gradient"):
+        run(case, layout)
 
 
 def train_all_structures() -> list[Outcome]:
@@ -384,6 +426,31 @@ class Counting(nn.Module):
 def test_memory_that_a_layer_uses_again() -> None:
     case = stack(Counting, layer(lambda pair, w: pair[0] * w * pair[1]), layer(lambda x, w: x * w))
     check_all(case, [Layout("gpipe", 5), Layout("gpipe", 1), Layout("vee", 2, 2), Layout("interleaved-1f1b", 1, 4)])
+
+
+class Powers(nn.Module):
+    """Its output depends on a buffer that each forward changes, in place or by another in its stead."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("scale", torch.ones(1))
+        self.norm = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replaces:
+            self.scale = self.scale * 1.5
+        else:
+            self.scale.mul_(1.5)
+        return self.norm(x) * self.scale.clone()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_layer_that_remembers_is_recomputed_as_it_ran(replaces: bool) -> None:
+    """From the buffers that it had then: with those it has since, its gradients would be of another function."""
+    powers = LayerSpec(Powers, replaces)
+    layouts = [Layout("gpipe", 5), Layout("gpipe", 5, recompute="every"), Layout("1f1b", 1, recompute="every:2")]
+    check_all(stack(powers, layer(lambda x, w: x.tanh() * w), powers), layouts)
 
 
 @pytest.mark.parametrize("name", ["transpose", "chunks", "expanded"])

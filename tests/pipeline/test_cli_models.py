@@ -24,6 +24,12 @@ def batches():
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(i))
         yield x, x.sum(1, keepdim=True)
 
+def nothing_left():
+    return iter([])
+
+def numbers():
+    return iter([1, 2])
+
 not_a_model = 3
 '''
 
@@ -82,6 +88,8 @@ def test_train_runs_to_the_end_of_the_data_and_goes_on_from_its_checkpoint(
         (["no_such_file:Tiny", "--ranks", "2"], "there is neither a file no_such_file.py nor a module"),
         (["{model}:Tiny", "--ranks", "9"], "3 layers cannot be cut for 9 ranks; set --ranks to 3 or less"),
         (["{model}:Tiny", "--ranks", "2", "--data", "{model}:nothing"], "has no 'nothing'"),
+        (["{model}:Tiny", "--ranks", "2", "--data", "{model}:numbers"], "an item is a pair (inputs, targets)"),
+        (["{model}:Tiny", "--ranks", "0"], "'0' is not a whole number, 1 or more"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -91,6 +99,30 @@ def test_bad_input_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+BAD_TRAINING = [
+    (["--steps", "-1"], "'-1' is not a whole number, 1 or more"),
+    (["--steps", "1", "--save", "x.pdf"], "cannot save a timeline as 'x.pdf'; let the name end in one of .html"),
+    (["--steps", "1", "--save", "/nowhere/x.html"], "cannot write /nowhere/x.html: there is no folder /nowhere"),
+    (["--resume", "--checkpoints", "/nowhere"], "there is no checkpoint in /nowhere"),
+    (["--data", "{model}:nothing_left"], "the data hold no micro-batch; let --data give at least one"),
+    (["--data", "{model}:numbers"], "an item is a pair (inputs, targets), targets may be None; got a int"),
+    (["--partition", "1,9"], "partition = (1, 9): for 1 stages of 3 layers give 0 cut points"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_TRAINING, ids=[message[:20] for _, message in BAD_TRAINING])
+def test_bad_training_is_one_line_and_exit_code_2(
+    model: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told before anything is trained."""
+    common = ["train", f"{model}:Tiny", *([] if "--partition" in arguments else ["--partition", "uniform"])]
+    assert main([*common, *(argument.format(model=model) for argument in arguments)]) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.err.count("\n") == 1
+    assert not told.out
 
 
 def test_resuming_without_a_place_to_resume_from(model: str, capsys: pytest.CaptureFixture[str]) -> None:

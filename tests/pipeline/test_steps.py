@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn import functional
 from pipeline import LayerSpec, PipelineModule, add_loss, initialize, run_local
 from pipeline.batch import Item
 from pipeline.engine import Engine
-from pipeline.errors import StepFailed
+from pipeline.errors import StateError, StepFailed
 from pipeline.random_state import preserved
 from tests.pipeline.models import sgd
 from tests.pipeline.processes import run_processes, try_processes
@@ -175,6 +176,24 @@ def test_evaluation_without_targets(layout: Layout, partition: str) -> None:
     assert [loss for loss, _ in results] == [pytest.approx(squares, rel=1e-14)] * layout.ranks
     assert [len(out["y"]) for out in outputs] == list(SIZES)
     assert all(out["both"][0] == out["y"].sum() and out["both"][1] is None and out["name"] == "last" for out in outputs)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_mode_of_the_caller_does_not_matter(mode: Any, ranks: int) -> None:
+    """A loop that evaluates, or all of it, under no_grad or inference_mode; tensors made there are fit to evaluate."""
+
+    def worker(inside: Any) -> list[float]:
+        engine = start(lambda: blocks(dropout=0.3), Layout("1f1b", ranks))
+        losses = []
+        for step in range(2):
+            data = items(step, 0)
+            with inside():
+                made = [Item(x * 1, y * 1) for x, y in data]
+                losses += [engine.eval_batch(made).item(), engine.train_batch(data).item()]
+        return losses
+
+    assert run_local(worker, ranks, mode) == run_local(worker, ranks, nullcontext)
 
 
 # -- an order of its own -------------------------------------------------------------------------------------
@@ -549,6 +568,81 @@ def test_an_evaluation_that_failed() -> None:
     assert run_local(worker, 3) == [True] * 3
 
 
+class Stumbling:
+    """An update, of weights or of the learning rate, that fails at the second step of some ranks."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks, self.calls = ranks, 0
+
+    def step(self, rank: int) -> None:
+        self.calls += 1
+        if self.calls == 2 and rank in self.ranks:
+            raise RuntimeError("no update")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_is_left_of_an_update_that_failed(ranks: int) -> None:
+    """Where it raised on every rank, training goes on as if the step had not been."""
+
+    def worker(fail: bool) -> tuple[list[float], dict[str, Tensor]]:
+        failing = Stumbling(range(ranks) if fail else ())
+
+        class Optimizer(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                failing.step(engine.mesh.rank)
+                super().step()
+
+        module, settings = blocks(), Layout("1f1b", ranks).settings()
+        engine = initialize(module, config=settings, optimizer=lambda groups: Optimizer(groups, lr=0.1))
+        losses = [engine.train_batch(items(0, 0)).item()]
+        if fail:
+            with pytest.raises(RuntimeError, match="no update"):
+                engine.train_batch(items(1, 0))
+        losses += [engine.train_batch(items(step, 0)).item() for step in (2, 3)]
+        return losses, engine.full_state_dict()
+
+    (clean, before), (broken, after) = run_local(worker, ranks, False)[0], run_local(worker, ranks, True)[0]
+    assert broken == clean
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_update_that_failed_on_one_rank_is_told_on_all(ranks: int, tmp_path: Path) -> None:
+    """Weights of different steps never train together; a checkpoint brings the ranks together again."""
+
+    def worker() -> tuple[str, float]:
+        failing = Stumbling([1])
+
+        class Scheduler:
+            def __init__(self, optimizer: Any) -> None: ...
+
+            def step(self) -> None:
+                failing.step(engine.mesh.rank)
+
+            def state_dict(self) -> dict[str, Any]:
+                return {}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+        module, settings = blocks(), Layout("1f1b", ranks, data_parallel=ranks // 2).settings()
+        engine = initialize(module, config=settings, optimizer=sgd, lr_scheduler=Scheduler)
+        engine.train_batch(items(0, 0))
+        engine.save_checkpoint(tmp_path / str(ranks))
+        if engine.mesh.rank == 1:
+            with pytest.raises(RuntimeError, match="no update"):
+                engine.train_batch(items(1, 0))
+        else:
+            engine.train_batch(items(1, 0))
+        with pytest.raises(StateError) as caught:
+            engine.train_batch(items(1, 0))
+        engine.load_checkpoint(tmp_path / str(ranks))
+        return str(caught.value), engine.train_batch(items(1, 0)).item()
+
+    results = run_local(worker, ranks)
+    assert len(set(results)) == 1
+    assert "rank 0 has made 2; rank 1 has made 1" in results[0][0]
+
+
 # -- the end of one rank -------------------------------------------------------------------------------------
 
 
@@ -632,6 +726,28 @@ def test_all_processes_end_soon_after_one(how: str) -> None:
                 "StepFailed: rank 1 failed in 1F2 in layer 1 (Doomed): ValueError: doomed in a layer" in ending.error
             ) == (how == "in a layer")
             assert how == "in a layer" or "DataError" in ending.error or "RankDied" in ending.error
+    if how == "killed":
+        assert any("rank 1 has died; it last told that it is in 1F2" in (ending.error or "") for ending in endings)
+
+
+def dawdle() -> None:
+    """Rank 1 comes to no second step, while the others wait for it."""
+    torch.set_default_dtype(torch.float64)
+    module, settings = blocks(), Layout("1f1b", 3).settings(timeout=2.0)
+    engine = initialize(module, config=settings, optimizer=sgd)
+    engine.train_batch(items(0, 0))
+    if engine.mesh.rank == 1:
+        time.sleep(8.0)
+    engine.train_batch(items(1, 0))
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    outer = try_processes(dawdle, 3, timeout=60.0)[::2]
+    errors = [ending.error or "" for ending in outer]
+    assert any("TransferTimeout" in error for error in errors)
+    assert all("TransferTimeout" in error or "RankDied" in error for error in errors)  # of the one that gave up first
+    told = "waits in the agreement that opens the step for rank 1, which is outside of any step since"
+    assert any(told in error for error in errors)
 
 
 SCRIPT = """

@@ -195,6 +195,17 @@ def test_a_process_that_is_gone_is_called_dead(ranks: Ranks) -> None:
     )
 
 
+def test_a_process_whose_end_nobody_has_noticed_is_called_dead(ranks: Ranks) -> None:
+    """As one that was killed, until its launcher looks after it."""
+    ended = subprocess.Popen([sys.executable, "-c", "import os; os.close(1)"], stdout=subprocess.PIPE)
+    ranks.boards[0]._words[ranks.boards[0]._base + 4] = ended.pid
+    deadline = time.time() + 20
+    while time.time() < deadline and ranks.report()[0].startswith("rank 0 is"):
+        time.sleep(0.01)
+    assert ranks.report()[0].startswith("rank 0 has died")
+    ended.communicate()
+
+
 @pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b"])
 def test_every_place_of_a_program_can_be_reported(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     rows = lower(build(name, ranks=2, micro_batches=3)).rows

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -236,3 +238,12 @@ def test_an_unknown_ending_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnknownFormat, match=r"cannot save a timeline as 'x.pdf'; let the name end in one of .html"):
         simulate(build("gpipe", ranks=1, micro_batches=1)).save(tmp_path / "x.pdf")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_that_save_under_one_name_leave_a_whole_file(tmp_path: Path) -> None:
+    timeline = simulate(build("1f1b", ranks=2, micro_batches=2), Costs())
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(timeline.save, tmp_path / "step.json") for _ in range(12)]:
+            done.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
+    assert json.loads((tmp_path / "step.json").read_text())
