@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 
 class Row(NamedTuple):
-    """One measured point: ``ratio`` is ours over ``peer``'s, and must not exceed ``bar``."""
+    """One measured point: ``ratio`` is ours over ``peer``'s, and must not exceed ``bar``, where there is one."""
 
     name: str
     ours: float
     peer: float
-    bar: float
+    bar: float | None
 
     @property
     def ratio(self) -> float:
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        return self.ratio <= self.bar
+        return self.bar is None or self.ratio <= self.bar
 
 
 def parser_of(about: str | None) -> argparse.ArgumentParser:
@@ -57,8 +57,8 @@ def report(rows: Sequence[Row], *, as_json: bool, unit: str) -> int:
             values = {**row._asdict(), "ratio": row.ratio, "ok": row.ok}
             print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in values.items()}))
         else:
-            mark = "ok" if row.ok else "FAILED"
-            print(f"{row.name:52} {row.ours:10.4f} {row.peer:10.4f} {unit:4} {row.ratio:7.4f} <= {row.bar:<6} {mark}")
+            mark = "" if row.bar is None else f" <= {row.bar:<6} {'ok' if row.ok else 'FAILED'}"
+            print(f"{row.name:52} {row.ours:10.4f} {row.peer:10.4f} {unit:4} {row.ratio:7.4f}{mark}")
     return int(not all(row.ok for row in rows))
 
 

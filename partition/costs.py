@@ -56,7 +56,10 @@ class LayerCost(BaseModel):
 
 
 class Profile(BaseModel):
-    """The costs of all layers of a model, of the link between ranks, and what they were measured on."""
+    """The costs of all layers of a model, of the link between ranks, and what they were measured on.
+
+    A layer's seconds are those on a rank of speed 1; on another they are divided by its speed.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -69,8 +72,10 @@ class Profile(BaseModel):
     threads: Annotated[int, Field(ge=1)] = 1
 
     def speeds_for(self, ranks: int) -> tuple[float, ...]:
-        """The speed of each of this many ranks; none where all are alike, or where they were measured on another
-        number of ranks, so that nobody knows which is where."""
+        """The speed of each of this many ranks, or () where they are the same or were measured on another number.
+
+        Then nobody knows which machines the ranks are on, and all count as typical ones.
+        """
         return self.speeds if len(self.speeds) == ranks else ()
 
     def digest(self) -> str:
@@ -108,7 +113,8 @@ class Profile(BaseModel):
 
 
 def stage_costs(profile: Profile, partition: Partition, schedule: Schedule) -> Costs:
-    """F, I and W of every stage in seconds: the sums over the layers of the group that the stage holds.
+    """F, I and W of every stage in seconds at speed 1, the sums over the layers of the group that it holds, and how
+    fast each rank is.
 
     Raises ProfileError or PartitionError when the three do not belong together.
     """

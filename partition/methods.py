@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Sequence
 
@@ -31,8 +32,8 @@ def make_partition(
     """Cut a layer list for a schedule: one part for each group of layers that it places.
 
     method:
-        "profile"     the shortest step by measured times: the exact split by F + I + W, then the simulator
-                      decides between cuts near it
+        "profile"     the shortest step by measured times: the exact split by F + I + W and the speed of ranks,
+                      then the simulator decides between cuts near it
         "parameters"  equal numbers of parameters a rank
         "uniform"     equal numbers of layers a rank
         "type:REGEX"  equal numbers a rank of layers in whose type the expression is found, whatever its case
@@ -60,24 +61,36 @@ def make_partition(
         )
     else:
         caps = limits(profile, schedule, memory_cap, state)
-    cuts = cut(weights, carriers(schedule), caps)
-    if method == "profile" and profile is not None:
-        cuts = quickest(profile, schedule, starts(weights, cuts, caps), caps.fit if caps else None)
-    return Partition(cuts)
+    shared = carriers(schedule)
+    if method != "profile" or profile is None:
+        return Partition(cut(weights, shared, caps))
+    speeds = carrier_speeds(profile, schedule)
+    cuts = cut(weights, shared, caps, speeds)
+    # Those that are best by rank, and those that are best by part: chunks may be very uneven in the first.
+    even = split(weights, len(shared), speeds=[speeds[carrier] for carrier in shared])
+    starts = [cuts, even] if caps is None or caps.fit(even) else [cuts]
+    return Partition(quickest(profile, schedule, starts, caps.fit if caps else None))
 
 
-def starts(weights: Sequence[float], cuts: tuple[int, ...], caps: Limits | None) -> list[tuple[int, ...]]:
-    """The cuts that are best by rank, and those that are best by part: chunks may be very uneven in the
-    first."""
-    even = split(weights, len(cuts) - 1)
-    return [cuts, even] if caps is None or caps.fit(even) else [cuts]
+def carrier_speeds(profile: Profile, schedule: Schedule) -> list[float]:
+    """The speed of what ``carriers`` numbers: that of the slowest rank of those that are one carrier."""
+    by_rank = profile.speeds_for(schedule.ranks) or (1.0,) * schedule.ranks
+    shared = carriers(schedule)
+    found = [math.inf] * (max(shared) + 1)
+    for group, rank in zip(schedule.layer_group_of_stage, schedule.rank_of_stage, strict=True):
+        found[shared[group]] = min(found[shared[group]], by_rank[rank])
+    return found
 
 
-def cut(weights: Sequence[float], shared: Sequence[int], caps: Limits | None) -> tuple[int, ...]:
+def cut(
+    weights: Sequence[float], shared: Sequence[int], caps: Limits | None, speeds: Sequence[float] | None = None
+) -> tuple[int, ...]:
     """The exact split by rank, within the caps."""
     if caps is None:
-        return split(weights, len(shared), rank_of_part=shared)
-    return split(weights, len(shared), rank_of_part=shared, memory=caps.memory, rank_caps=caps.rank_caps)
+        return split(weights, len(shared), rank_of_part=shared, speeds=speeds)
+    return split(
+        weights, len(shared), rank_of_part=shared, memory=caps.memory, rank_caps=caps.rank_caps, speeds=speeds
+    )
 
 
 def weigh(

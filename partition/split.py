@@ -23,6 +23,7 @@ def split(
     rank_caps: float | Sequence[float] | None = None,
     stages_per_rank: int = 1,
     rank_of_part: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Cut layers into consecutive parts, none empty; part s is the layers cuts[s] to cuts[s + 1] - 1.
 
@@ -35,7 +36,8 @@ def split(
     differ by less than 1e-12 of them are equal. If all weights are 0, layers are counted.
 
     rank_of_part: (parts,), the rank that carries each part; part s is on rank s % (parts / stages_per_rank)
-    unless given. memory: (layers,), or (parts, layers) where a layer needs more in one part than in another,
+    unless given. speeds: (ranks,), all alike unless given; then every sum counts divided by the speed of its
+    rank. memory: (layers,), or (parts, layers) where a layer needs more in one part than in another,
     as it does when early ranks hold more micro-batches. caps: the most memory of a part; rank_caps: of the
     parts of a rank together; one number for all or one each, in the unit of ``memory``.
 
@@ -55,14 +57,17 @@ def split(
     part_caps = spread(caps, parts, "caps", "part")
     shared_caps = spread(rank_caps, max(carriers) + 1, "rank_caps", "rank")[list(carriers)]
     alone = len(set(carriers)) == parts
+    paces = relative(speeds, max(carriers) + 1, set(carriers))
+    if paces is not None:
+        sums = finer(sums)
     if alone:
         part_caps = np.minimum(part_caps, shared_caps)
     starts = None if held is None or np.isinf(part_caps).all() else earliest(held, part_caps)
     if alone:
-        cuts = split_line(sums, parts, starts)
+        cuts = split_line(sums, parts, starts, None if paces is None else paces[list(carriers)])
     else:
         shares = None if held is None else held / (shared_caps * (1 + ROUNDING))[:, None]
-        cuts = split_chunks(Load(sums, np.array(carriers), starts, shares))
+        cuts = split_chunks(Load(sums, np.array(carriers), starts, shares, paces))
     if cuts is None:
         raise OutOfMemory(refusal(held, part_caps, layers))
     return cuts
@@ -82,6 +87,23 @@ def prefix_sums(weights: ArrayLike) -> Ints:
     if not whole.any():
         whole[:] = 1
     return np.concatenate(([0], np.cumsum(whole // np.gcd.reduce(whole))))
+
+
+def relative(speeds: Sequence[float] | None, ranks: int, carrying: set[int]) -> Floats | None:
+    """The speeds with 1 for the fastest of the ranks that carry anything; None where these are all alike."""
+    if speeds is None:
+        return None
+    given = np.asarray(speeds, dtype=np.float64)
+    if given.shape != (ranks,) or not (np.isfinite(given) & (given > 0)).all():
+        raise PartitionError(f"speeds are {speeds}: give a positive number for each of {ranks} ranks")
+    fastest = given[sorted(carrying)].max()
+    return None if (given[sorted(carrying)] == fastest).all() else np.minimum(given / fastest, 1.0)
+
+
+def finer(sums: Ints) -> Ints:
+    """The sums times a power of two, as large as exact arithmetic takes: a bottleneck is a whole number, and must be
+    as exact when it is divided by a speed."""
+    return sums << max(0, 52 - int(sums[-1]).bit_length())
 
 
 def placed(parts: int, stages_per_rank: int, rank_of_part: Sequence[int] | None) -> tuple[int, ...]:

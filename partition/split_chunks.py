@@ -37,6 +37,13 @@ class Load(NamedTuple):
     """The earliest start of every part for each end, by its own memory cap."""
     memory: Floats | None = None
     """Prefix sums of the layers' memory in every part, in shares of what its rank has."""
+    speeds: Floats | None = None
+    """How fast each rank is, 1 for the fastest: its load is what it carries over its speed."""
+
+    @property
+    def pace(self) -> Floats:
+        """(ranks,): the speeds, 1 where all are alike."""
+        return np.ones(self.ranks) if self.speeds is None else self.speeds
 
     @property
     def ranks(self) -> int:
@@ -61,14 +68,15 @@ class Score(NamedTuple):
 
     excess: Floats
     """How far memory caps are exceeded."""
-    bottleneck: Ints
+    bottleneck: Floats
     squares: Floats
     part_squares: Floats
 
 
 def split_chunks(load: Load) -> tuple[int, ...] | None:
     """The cuts of the best split found, or None where none was found that fits the memory caps."""
-    start = split_line(load.sums, len(load.carriers), load.caps)
+    paces = None if load.speeds is None else load.speeds[load.carriers]
+    start = split_line(load.sums, len(load.carriers), load.caps, paces)
     if start is None:
         return None
     found = settle(load, np.array(start))
@@ -81,7 +89,7 @@ def split_chunks(load: Load) -> tuple[int, ...] | None:
 def score(load: Load, cuts: Ints) -> Score:
     """cuts: (splits, parts + 1)."""
     weights = np.diff(load.sums[cuts], axis=1)
-    ranks = weights @ load.membership
+    ranks = (weights @ load.membership) / load.pace
     excess = np.zeros(len(cuts))
     part = np.arange(len(load.carriers))
     if load.caps is not None:
@@ -92,8 +100,8 @@ def score(load: Load, cuts: Ints) -> Score:
     return Score(
         excess,
         ranks.max(axis=1),
-        np.sum(ranks.astype(np.float64) ** 2, axis=1),
-        np.sum(weights.astype(np.float64) ** 2, axis=1),
+        np.sum(ranks**2, axis=1),
+        np.sum((weights / load.pace[load.carriers]) ** 2, axis=1),
     )
 
 
@@ -153,9 +161,9 @@ def every_better(load: Load, known: Ints) -> Ints | None:
 class Goal(NamedTuple):
     """What a split has to reach."""
 
-    ceiling: int
-    """No rank may carry more: the bottleneck with an allowance for rounding."""
-    bottleneck: int
+    ceilings: Ints
+    """(ranks,): what each may carry at most, by the bottleneck with an allowance for rounding."""
+    bottleneck: float
     squares: float
     """The sum of squares may not be more, unless the bottleneck is lower."""
     is_least: bool
@@ -174,26 +182,26 @@ class Begun(NamedTuple):
 
 def goal_of(load: Load, known: Ints) -> Goal:
     reached = score(load, known[None])
-    total = int(load.sums[-1])
+    total, pace = int(load.sums[-1]), load.pace
     if reached.excess[0] > 0:
-        return Goal(total, total, np.inf, False)
-    bottleneck = int(reached.bottleneck[0])
-    least = max(-(-total // load.ranks), int(np.diff(load.sums).max()))
+        return Goal(np.full(load.ranks, total), total / pace.min(), np.inf, False)
+    bottleneck = float(reached.bottleneck[0])
+    share = -(-total // load.ranks) if load.speeds is None else total / pace.sum()
     squares = float(reached.squares[0]) * (1 + ROUNDING)
-    return Goal(int(bottleneck * (1 + ROUNDING)), bottleneck, squares, bottleneck == least)
+    ceilings = np.minimum(bottleneck * (1 + ROUNDING) * pace, total).astype(np.int64)
+    return Goal(ceilings, bottleneck, squares, bottleneck <= max(share, float(np.diff(load.sums).max())))
 
 
 def ends(load: Load, goal: Goal, begun: Begun, part: int) -> tuple[Ints, Ints]:
     """The first and the last cut at which the part may end, for each beginning.
 
-    All ranks at the ceiling would carry ranks * ceiling - total more than there is. What a rank leaves free
-    after its last part is taken from that for good, so the last part of a rank has a least end, and few
-    beginnings go on.
+    All ranks at their ceilings would carry some more than there is. What a rank leaves free after its last
+    part is taken from that for good, so the last part of a rank has a least end, and few beginnings go on.
     """
     sums, rank = load.sums, load.carriers[part]
     last = len(load.carriers) - 1
     at = begun.cuts[:, -1]
-    free = sums[at] + goal.ceiling - begun.loads[:, rank]
+    free = sums[at] + goal.ceilings[rank] - begun.loads[:, rank]
     high = np.minimum(np.searchsorted(sums, free, side="right") - 1, len(sums) - 1 - (last - part))
     if load.caps is not None:
         high = np.minimum(high, np.searchsorted(load.caps[part], at, side="right") - 1)
@@ -201,8 +209,9 @@ def ends(load: Load, goal: Goal, begun: Begun, part: int) -> tuple[Ints, Ints]:
         return np.full_like(at, len(sums) - 1), high
     if load.last_part[rank] > part:
         return at + 1, high
-    unused = (goal.ceiling - begun.loads[:, load.last_part < part]).sum(axis=1)
-    spare = load.ranks * goal.ceiling - sums[-1] - unused
+    finished = load.last_part < part
+    unused = (goal.ceilings[finished] - begun.loads[:, finished]).sum(axis=1)
+    spare = goal.ceilings.sum() - sums[-1] - unused
     return np.maximum(at + 1, np.searchsorted(sums, free - spare)), high
 
 
@@ -221,12 +230,14 @@ def extended(load: Load, begun: Begun, part: int, low: Ints, width: Ints) -> Beg
 def hopeful(load: Load, goal: Goal, begun: Begun, part: int) -> Begun:
     """The beginnings that memory allows and whose squares may still be few enough.
 
-    What the unfinished ranks will carry together is known; equal loads would have the least squares.
+    What the unfinished ranks will carry together is known; in shares by the square of their speed, equal ones
+    where these are equal, it would have the least squares.
     """
-    finished = load.last_part <= part
-    done = begun.loads[:, finished].astype(np.float64)
-    rest = load.sums[-1] - done.sum(axis=1)
-    squares = np.sum(done**2, axis=1) + rest**2 / max(load.ranks - int(finished.sum()), 1)
-    no_gain = goal.is_least | (begun.loads.max(axis=1) >= goal.bottleneck)
+    finished, pace = load.last_part <= part, load.pace
+    done = begun.loads[:, finished]
+    rest = (load.sums[-1] - done.sum(axis=1)).astype(np.float64)
+    shares = float(np.sum(pace[~finished] ** 2)) or 1.0
+    squares = np.sum((done / pace[finished]) ** 2, axis=1) + rest**2 / shares
+    no_gain = goal.is_least | ((begun.loads / pace).max(axis=1) >= goal.bottleneck)
     kept = (begun.held <= 1).all(axis=1) & (~no_gain | (squares <= goal.squares))
     return Begun(*(field[kept] for field in begun))

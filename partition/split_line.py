@@ -2,9 +2,11 @@
 
 Weights come as prefix sums of integers, so that equal sums compare equal. A *cut* is a position 0..n between
 layers; cut s ends part s - 1. ``starts[s][x]`` is the earliest cut at which part s may begin if it ends at x;
-it never falls as x grows, and all limits (bottleneck and memory) are in it.
+it never falls as x grows, and all limits (bottleneck and memory) are in it. Where ranks differ in speed, ``speeds``
+has one number a part, 1 for the fastest, and what a part weighs is its sum over its speed.
 """
 
+import math
 from bisect import bisect_right
 
 import numpy as np
@@ -25,22 +27,26 @@ WIDE = 40
 """With more positions a cut than this, bounds from a good split pay for themselves."""
 
 
-def split_line(sums: Ints, parts: int, caps: Ints | None = None) -> tuple[int, ...] | None:
+def split_line(
+    sums: Ints, parts: int, caps: Ints | None = None, speeds: Floats | None = None
+) -> tuple[int, ...] | None:
     """The cuts of the best split into ``parts`` non-empty parts, or None where the memory caps leave none.
 
     sums: prefix sums of the weights, sums[0] == 0, len(sums) > parts. caps: starts (parts, n + 1) that memory
     allows.
     """
-    bound = least_bottleneck(sums, parts) if caps is None else least_capped(sums, parts, caps)
+    alike = caps is None and speeds is None
+    bound = least_bottleneck(sums, parts) if alike else least_capped(sums, parts, caps, speeds)
     if bound is None:
         return None
-    starts = within(sums, bound + int(bound * ROUNDING), parts, caps)
+    starts = within(sums, bound + int(bound * ROUNDING), parts, caps, speeds)
     first, last = hull(starts)
-    known = good_split(sums, starts, first, last) if np.mean(last - first) > WIDE else None
+    bounded = speeds is None and np.mean(last - first) > WIDE  # what is known of good splits is of equal ranks
+    known = good_split(sums, starts, first, last) if bounded else None
     if known is not None:
         nearest, furthest = reach_of_best(sums, known)
         first, last = np.maximum(first, nearest), np.minimum(last, furthest)
-    return most_even(sums, starts, first, last)
+    return most_even(sums, starts, first, last, speeds)
 
 
 def least_bottleneck(sums: Ints, parts: int) -> int:
@@ -73,24 +79,31 @@ def least_bottleneck(sums: Ints, parts: int) -> int:
     return high
 
 
-def least_capped(sums: Ints, parts: int, caps: Ints) -> int | None:
+def least_capped(sums: Ints, parts: int, caps: Ints | None, speeds: Floats | None = None) -> int | None:
     """The smallest bottleneck under memory caps, by bisection; None where even the largest does not help."""
     low, high = int(max(np.diff(sums).max(), -(-sums[-1] // parts))), int(sums[-1])
-    if not reachable(within(sums, high, parts, caps)):
+    if speeds is not None:
+        high = math.ceil(high / speeds.min())
+    if not reachable(within(sums, high, parts, caps, speeds)):
         return None
     while low < high:
         bound = (low + high) // 2
-        if reachable(within(sums, bound, parts, caps)):
+        if reachable(within(sums, bound, parts, caps, speeds)):
             high = bound
         else:
             low = bound + 1
     return high
 
 
-def within(sums: Ints, bound: int, parts: int, caps: Ints | None) -> Ints:
+def within(sums: Ints, bound: int, parts: int, caps: Ints | None, speeds: Floats | None = None) -> Ints:
     """The starts that a bottleneck of at most ``bound``, and the memory caps, allow."""
-    starts = np.searchsorted(sums, sums - bound)
-    return np.broadcast_to(starts, (parts, len(sums))) if caps is None else np.maximum(starts, caps)
+    if speeds is None:
+        starts = np.broadcast_to(np.searchsorted(sums, sums - bound), (parts, len(sums)))
+    else:
+        most = np.floor(np.minimum(bound * speeds, float(sums[-1]))).astype(np.int64)
+        unlike, which = np.unique(most, return_inverse=True)
+        starts = np.stack([np.searchsorted(sums, sums - one) for one in unlike])[which]
+    return starts if caps is None else np.maximum(starts, caps)
 
 
 def hull(starts: Ints) -> tuple[Ints, Ints]:
@@ -116,7 +129,7 @@ def reachable(starts: Ints) -> bool:
     return len(at) > 0
 
 
-def most_even(sums: Ints, starts: Ints, first: Ints, last: Ints) -> tuple[int, ...]:
+def most_even(sums: Ints, starts: Ints, first: Ints, last: Ints, speeds: Floats | None = None) -> tuple[int, ...]:
     """The split with the least sum of squares whose cut s lies in first[s]..last[s], part by part."""
     parts, layers = len(starts), len(sums) - 1
     weight = sums.astype(np.float64)
@@ -127,7 +140,8 @@ def most_even(sums: Ints, starts: Ints, first: Ints, last: Ints) -> tuple[int, .
         low, high = np.searchsorted(at, starts[part][to]), np.searchsorted(at, to) - 1
         kept = low <= high
         to, low, high = to[kept], low[kept], high[kept]
-        best, cost = cheapest(cost, weight[at], weight[to], low, high)
+        pace = 1.0 if speeds is None else speeds[part]
+        best, cost = cheapest(cost, weight[at] / pace, weight[to] / pace, low, high)
         trail.append((at, best))
         at = to
     cuts, index = [layers], 0

@@ -37,11 +37,11 @@ class Plan:
     cuts: tuple[int, ...]
     recompute: tuple[int, ...]
     costs: tuple[tuple[float, ...], ...] | None = None
-    """Seconds of F, of I and of W on each stage, for a schedule that is timed for them; None: it is not."""
+    """Seconds of F, of I and of W on each stage at speed 1, for a schedule that is timed for them; None: it is not."""
     hop: float = 0.0
     """Seconds of a message from rank to rank, for such a schedule."""
     speeds: tuple[float, ...] = ()
-    """How fast each rank is, for such a schedule; none: all alike."""
+    """How fast each rank of a pipeline is, for such a schedule; empty: all alike."""
 
     def build_schedule(self, micro_batches: int | None = None) -> Schedule:
         """The schedule for a step of this many micro-batches, the Plan's number unless given."""

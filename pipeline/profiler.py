@@ -24,6 +24,7 @@ from pipeline.mesh import Mesh, make_mesh
 from pipeline.module import PipelineModule
 from pipeline.random_state import preserved
 from pipeline.shapes import Value, entering
+from pipeline.speeds import rank_speeds, slowest_copies
 from pipeline.stage import with_targets
 
 __all__ = ["count_parameters", "measure_hop", "profile_alone", "profile_layers", "round_trip"]
@@ -46,9 +47,9 @@ def profile_layers(
     """Time the forward, I and W of every layer on one micro-batch.  Collective.
 
     All ranks time the same layer at the same time, as they will share caches and memory bandwidth in training; a
-    cost is the mean over ranks of the median over ``runs`` warm runs, at the speed of a typical rank where ranks
-    differ.  The loss counts to the last layer.  Nothing of the model that will be trained is touched: the layers are
-    built for this and freed again.
+    cost is the mean over ranks of the median over ``runs`` warm runs, each at speed 1 (``rank_speeds``).  The loss
+    counts to the last layer.  Nothing of the model that will be trained is touched: the layers are built for this and
+    freed again.
     """
     value = entering(item.inputs)
     measured: list[LayerCost] = []
@@ -66,12 +67,17 @@ def profile_layers(
     measured[-1] = measured[-1].model_copy(
         update={name: getattr(measured[-1], name) + getattr(cost, name) for name in _ADDED_BY_LOSS}
     )
-    by_rank = mesh.world.all_gather_object(measured)
-    speeds = _speeds([sum(layer.seconds for layer in costs) for costs in by_rank], mesh.pipe)
-    of_rank = [speeds[rank % mesh.pipe] if speeds else 1.0 for rank in range(mesh.size)]
-    layers = tuple(_mean(costs, of_rank) for costs in zip(*by_rank, strict=True))
+    by_rank: list[list[LayerCost]] = mesh.world.all_gather_object(measured)
+    speeds = rank_speeds([[layer.seconds for layer in own] for own in by_rank])
+    layers = [_mean(costs, speeds) for costs in zip(*by_rank, strict=True)]
     hop = measure_hop(mesh, int(statistics.median(layer.output_bytes for layer in layers)))
-    return Profile(layers=layers, hop=hop, speeds=speeds, device=str(mesh.device.type), threads=threads)
+    return Profile(
+        layers=tuple(layers),
+        hop=hop,
+        device=str(mesh.device.type),
+        threads=threads,
+        speeds=slowest_copies(speeds, mesh.pipe),
+    )
 
 
 def profile_alone(module: PipelineModule, item: Item, *, seed: int = 0, runs: int = 5, threads: int = 1) -> Profile:
@@ -86,24 +92,11 @@ _ADDED_BY_LOSS = ("forward", "input_grad", "activation_bytes")
 _TIMES = ("forward", "input_grad", "weight_grad")
 
 
-_ALIKE = 0.1
-"""Ranks whose times for all layers together differ by less are taken to be equally fast: so far times scatter."""
-
-
-def _speeds(seconds: Sequence[float], pipe: int) -> tuple[float, ...]:
-    """How fast each rank of a pipeline is beside the typical one; of several copies the slowest counts, since they
-    wait for each other.  Nothing where all are alike."""
-    slowest = [max(seconds[rank::pipe]) for rank in range(pipe)]
-    typical = statistics.median_low(slowest)
-    speeds = [typical / own if abs(own - typical) > _ALIKE * typical else 1.0 for own in slowest]
-    return tuple(speeds) if set(speeds) != {1.0} else ()
-
-
 def _mean(costs: Sequence[LayerCost], speeds: Sequence[float]) -> LayerCost:
-    """The mean over ranks of what a layer takes at speed 1."""
-    return costs[0].model_copy(
-        update={t: statistics.fmean(getattr(c, t) * s for c, s in zip(costs, speeds, strict=True)) for t in _TIMES}
-    )
+    at_speed_1 = {
+        t: statistics.fmean(getattr(cost, t) * speed for cost, speed in zip(costs, speeds, strict=True)) for t in _TIMES
+    }
+    return costs[0].model_copy(update=at_speed_1)
 
 
 def _measure_layer(

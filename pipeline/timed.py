@@ -56,7 +56,7 @@ def _placements(schedule: Schedule, layers: int, *, free: bool) -> Iterator[Sche
         if free and stages_per_rank * schedule.ranks > layers:
             break
         for rule in rules_for(schedule.ranks, stages_per_rank):
-            name = "hanayo" if rule.__name__ == "wave" else "interleaved-zb"
+            name = "interleaved-zb" if rule.__name__ != "wave" else "zb-v" if stages_per_rank == 2 else "hanayo"
             made = build(
                 name, ranks=schedule.ranks, micro_batches=schedule.micro_batches, stages_per_rank=stages_per_rank
             )

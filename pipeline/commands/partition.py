@@ -136,6 +136,8 @@ def _write_tables(profile: Profile, found: list[Option]) -> None:
         sizes = map(_size, (layer.activation_bytes, layer.output_bytes))
         layers.add_row(str(number), layer.type, f"{layer.parameters:,}", *times, *sizes)
     console.print(layers)
+    if profile.speeds:
+        console.print("speed of each rank: " + " ".join(f"{speed:.2f}" for speed in profile.speeds))
     table = Table(box=None, pad_edge=False, title="\nschedules, the fastest first", title_justify="left")
     for heading in ("", "schedule", "stages a rank", "step ms", "bubble", "idle by rank", "layers of each stage"):
         justify: Literal["left", "right"] = "right" if heading in ("stages a rank", "step ms", "bubble") else "left"

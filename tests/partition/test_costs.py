@@ -143,6 +143,20 @@ def test_what_does_not_belong_together_is_refused(make_profile):
         stage_costs(make_profile([1.0] * 3), Partition((0, 1, 2, 3)), schedule)
 
 
+def test_profiles_from_before_ranks_had_speeds_are_loaded(make_profile, tmp_path):
+    path = tmp_path / "profile.json"
+    slow = make_profile([1.0, 2.0]).model_copy(update={"speeds": (1.0, 0.5)})
+    slow.save(path)
+    assert Profile.load(path) == slow
+    found = json.loads(path.read_text())
+    del found["speeds"]
+    path.write_text(json.dumps(found))
+    assert Profile.load(path) == make_profile([1.0, 2.0])
+    path.write_text(json.dumps({**found, "speeds": [1.0, 0.0]}))
+    with pytest.raises(ProfileError, match=r"speeds\.1: .*greater than 0"):
+        Profile.load(path)
+
+
 def test_a_slow_rank_takes_longer_in_what_is_simulated() -> None:
     layers = tuple(LayerCost(name=str(i), type="L", forward=1.0, input_grad=1.0, weight_grad=1.0) for i in range(2))
     schedule = build("gpipe", ranks=2, micro_batches=3)

@@ -84,6 +84,22 @@ def test_inference_is_cut_by_forward_alone():
     assert make_partition("profile", TWO, profile=Profile(layers=layers)).cuts == (0, 2, 4)
 
 
+def test_a_slow_rank_gets_fewer_layers(make_profile):
+    profile = make_profile([1.0] * 11).model_copy(update={"speeds": (1.0, 1.0, 1 / 1.5, 1.0)})
+    assert make_partition("profile", FOUR, profile=profile).sizes == (3, 3, 2, 3)
+    assert make_partition("uniform", FOUR, profile=profile).sizes == make_partition("uniform", FOUR, layers=11).sizes
+    other = profile.model_copy(update={"speeds": (1.0, 0.1)})  # measured on another number of ranks
+    alike = profile.model_copy(update={"speeds": ()})
+    assert make_partition("profile", FOUR, profile=other) == make_partition("profile", FOUR, profile=alike)
+
+
+def test_of_a_group_on_two_ranks_the_slower_one_counts(make_profile):
+    twice = build("dualpipe", ranks=4, micro_batches=8)  # groups 0 and 3 are on ranks 0 and 3, 1 and 2 on the others
+    profile = make_profile([1.0] * 12).model_copy(update={"speeds": (1.0, 1.0, 0.5, 1.0)})
+    sizes = make_partition("profile", twice, profile=profile).sizes
+    assert (sizes[0] + sizes[3], sizes[1] + sizes[2]) == (8, 4)
+
+
 def random_profile(seed, layers):
     r = random.Random(seed)
     return Profile(

@@ -32,9 +32,11 @@ def by_rank(values, ranks):
     return [math.fsum(v for v, rank in zip(values, ranks, strict=True) if rank == r) for r in sorted(set(ranks))]
 
 
-def objective(weights, cuts, ranks):
+def objective(weights, cuts, ranks, speeds=None):
     """The bottleneck, the evenness of ranks and the evenness of parts."""
     parts = sums(weights, cuts)
+    if speeds is not None:
+        parts = [part / speeds[rank] for part, rank in zip(parts, ranks, strict=True)]
     loads = by_rank(parts, ranks)
     return max(loads), math.fsum(x * x for x in loads), math.fsum(x * x for x in parts)
 
@@ -47,12 +49,12 @@ def smaller(one, other):
     return False
 
 
-def brute_force(weights, ranks, fits=lambda cuts: True):
+def brute_force(weights, ranks, fits=lambda cuts: True, speeds=None):
     best = None
     for inner in itertools.combinations(range(1, len(weights)), len(ranks) - 1):
         cuts = (0, *inner, len(weights))
-        if fits(cuts) and (best is None or smaller(objective(weights, cuts, ranks), best)):
-            best = objective(weights, cuts, ranks)
+        if fits(cuts) and (best is None or smaller(objective(weights, cuts, ranks, speeds), best)):
+            best = objective(weights, cuts, ranks, speeds)
     return best
 
 
@@ -112,6 +114,33 @@ def test_equals_brute_force_on_1000_random_lists(hundred):
         compared += 1
     assert compared > 75
     assert refused > 0
+
+
+@pytest.mark.parametrize("hundred", range(4))
+def test_equals_brute_force_on_ranks_of_different_speed(hundred):
+    compared = 0
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        weights, placement, limits = case(seed)
+        chance = random.Random(-seed)
+        speeds = [chance.choice([1, 2, 0.5, 1 / 1.5, 0.1, 1.03]) for _ in set(placement)]
+        fits = within(limits, placement, len(weights))
+        best = brute_force(weights, placement, fits, speeds)
+        if best is None:
+            with pytest.raises(OutOfMemory):
+                split(weights, len(placement), rank_of_part=placement, speeds=speeds, **limits)
+            continue
+        cuts = split(weights, len(placement), rank_of_part=placement, speeds=speeds, **limits)
+        assert fits(cuts)
+        if any(weights):
+            assert objective(weights, cuts, placement, speeds) == pytest.approx(best, rel=1e-11), (seed, cuts)
+        compared += 1
+    assert compared > 75
+
+
+def test_a_slower_rank_gets_fewer_layers():
+    assert split([1] * 11, 4, speeds=[1, 1, 1 / 1.5, 1]) == (0, 3, 6, 8, 11)
+    assert split([1] * 10, 4, stages_per_rank=2, speeds=[0.25, 1]) == (0, 1, 5, 6, 10)
+    assert split([1] * 8, 4, speeds=[2, 2, 2, 2]) == split([1] * 8, 4)
 
 
 @settings(max_examples=200)
@@ -266,6 +295,8 @@ def test_bad_weights(arguments, words):
         ({"memory": [1, 1, math.nan], "caps": 3}, "finite"),
         ({"memory": [1, 1, 1], "caps": [3, 3]}, "one for each of 3 parts"),
         ({"memory": [1, 1, 1], "rank_caps": 0}, "positive"),
+        ({"speeds": [1, 1]}, "positive number for each of 3 ranks"),
+        ({"speeds": [1, 0, 1]}, "positive number for each of 3 ranks"),
     ],
 )
 def test_bad_options(options, words):

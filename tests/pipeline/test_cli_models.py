@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from partition import Profile
 from pipeline.cli import main
 
 MODEL = '''
@@ -62,6 +63,9 @@ def test_a_saved_profile_takes_the_place_of_measuring(
     measured = json.loads(capsys.readouterr().out)
     assert main(["partition", f"{model}:Tiny", "--ranks", "2", "--profile", saved, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == measured
+    Profile.load(saved).model_copy(update={"speeds": (1.0, 0.5)}).save(saved)
+    assert main(["partition", f"{model}:Tiny", "--ranks", "2", "--profile", saved]) == 0
+    assert "speed of each rank: 1.00 0.50" in capsys.readouterr().out
 
 
 def test_train_runs_to_the_end_of_the_data_and_goes_on_from_its_checkpoint(

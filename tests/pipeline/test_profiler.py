@@ -2,29 +2,84 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from pipeline import LayerSpec, PipelineModule, initialize
-from pipeline.profiler import _speeds
+from partition import Profile, stage_costs
+from pipeline import LayerSpec, PipelineModule, initialize, run_local
+from pipeline.links.local import current
+from pipeline.plan import Plan
+from pipeline.speeds import rank_speeds, slowest_copies
+from schedules import Timeline, simulate
 
 
 @pytest.mark.parametrize(
-    ("seconds", "pipe", "speeds"),
+    ("seconds", "speeds"),
     [
-        ([1.0, 1.05, 0.95, 1.0], 4, ()),  # within what times scatter
-        ([1.0, 1.0, 1.5, 1.0], 4, (1.0, 1.0, 1 / 1.5, 1.0)),
-        ([0.5, 1.0, 1.0], 3, (2.0, 1.0, 1.0)),
-        ([2.0], 1, ()),
-        ([1.0, 1.0, 1.0, 2.0], 2, (1.0, 0.5)),  # ranks 1 and 3 hold copies of one stage: the slower counts
+        ([[1.0, 2.0], [1.04, 2.0], [0.97, 2.04], [1.0, 1.95]], (1, 1, 1, 1)),  # within what times scatter
+        ([[1.0, 2.0], [1.0, 2.0], [1.5, 3.0], [1.0, 2.0]], (1, 1, 1 / 1.5, 1)),
+        ([[0.5], [1.0], [1.0]], (2, 1, 1)),
+        ([[1.0, 1.0, 2.0], [3.0, 1.0, 2.0], [1.0, 1.0, 2.0]], (1, 1, 1)),  # disturbed for a while
+        ([[1.0, 1.0, 9.0], [1.6, 1.5, 9.0], [1.0, 1.0, 9.0]], (1, 1, 1)),  # most of the time it is as fast
+        ([[1.0, 1.0, 9.0], [9.0, 1.5, 13.5], [1.0, 1.0, 9.0]], (1, 1 / 1.5, 1)),
+        ([[1.0, 1.0], [3.0, 3.0]], (2, 2 / 3)),  # of two, the typical one is between them
+        ([[0.0, 1.0], [0.0, 2.0], [0.0, 1.0]], (1, 0.5, 1)),  # a layer without any work tells nothing
+        ([[0.0], [0.0]], (1, 1)),
+        ([[2.0]], (1,)),
     ],
 )
 def test_ranks_that_take_longer_for_the_same_layers_are_slower(
-    seconds: list[float], pipe: int, speeds: tuple[float, ...]
+    seconds: list[list[float]], speeds: tuple[float, ...]
 ) -> None:
-    assert _speeds(seconds, pipe) == pytest.approx(speeds)
+    assert rank_speeds(seconds) == pytest.approx(speeds)
+
+
+def test_of_several_copies_of_a_stage_the_slowest_counts() -> None:
+    assert slowest_copies((1.0, 1.0, 1.0, 0.5), 2) == (1.0, 0.5)
+    assert slowest_copies((1.0, 2.0, 1.0, 1.0), 2) == ()
+    assert slowest_copies((1.0, 1.0, 0.5), 3) == (1.0, 1.0, 0.5)
+
+
+def test_a_slow_rank_is_seen_in_the_costs_the_cuts_and_the_prediction() -> None:
+    def of_rank() -> tuple[Profile, Timeline, Plan]:
+        module = PipelineModule([LayerSpec(Slower) for _ in range(7)], mse_loss)
+        settings = {
+            "schedule": "auto",
+            "stages_per_rank": 1,
+            "micro_batches": 4,
+            "partition": "profile",
+            "profile_runs": 3,
+        }
+        engine = initialize(module, config=settings, optimizer=torch.optim.SGD)
+        engine.train_batch([(torch.ones(2, 4), torch.ones(2, 4))] * 4)
+        assert engine.profile is not None
+        return engine.profile, engine.predicted_timeline(), engine.plan
+
+    (profile, predicted, plan), *others = run_local(of_rank, 3)
+    assert all(other == (profile, plan) for other in [(one[0], one[2]) for one in others])
+    assert profile.speeds == (1.0, pytest.approx(0.5, rel=0.2), 1.0)
+    assert all(0.010 < layer.forward < 0.018 for layer in profile.layers)
+    assert plan.speeds == profile.speeds
+    assert plan.partition.sizes == (3, 1, 3)
+    made = plan.build_schedule()
+    assert predicted.schedule.rows == made.rows
+    assert predicted.step_time == simulate(made, stage_costs(profile, plan.partition, made)).step_time
+
+
+class Slower(nn.Linear):
+    """Takes 10 ms, on rank 1 twice as long."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        threads = current()
+        time.sleep(0.020 if threads is not None and threads.link.rank == 1 else 0.010)
+        return super().forward(x)
 
 
 def test_a_layer_that_raises_while_it_is_timed_is_named() -> None:

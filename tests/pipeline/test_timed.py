@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from partition import LayerCost, Profile, stage_costs
+from partition import LayerCost, Profile, make_partition, predict_timeline, stage_costs
 from pipeline.plan import Plan
-from schedules import build, simulate
+from pipeline.timed import timed
+from schedules import Costs, Schedule, build, simulate
 from tests.pipeline.layouts import Layout
 from tests.pipeline.models import Recipe
 from tests.pipeline.running import everywhere, run, same_bits, start, transformer_case
@@ -58,6 +59,43 @@ def test_v_half_is_timed_for_the_costs_of_its_stages() -> None:
     assert plan.costs is not None
     assert [len(each) for each in plan.costs] == [4, 4, 4]
     assert plan.hop == 0.1
+
+
+@pytest.mark.parametrize("schedule", ["auto", "v-half"])
+def test_the_speeds_of_ranks_are_part_of_the_plan(schedule: str) -> None:
+    given = profile([1.0 + 0.1 * (number % 3) for number in range(layers())])
+    slow = given.model_copy(update={"speeds": (1.0, 0.5)})
+    layout = Layout(schedule, 2, None, MICRO_BATCHES)
+    first, *others = plans(layout, partition="profile", profile=slow)
+    assert all(other == first for other in others)
+    assert first.speeds == (1.0, 0.5)
+    made = first.build_schedule()
+    assert made.rows == build_for(first, stage_costs(slow, first.partition, made)).rows
+    even = plans(layout, partition="profile", profile=given)[0]
+    assert even.speeds == ()
+    assert layers_on(1, first) < layers_on(1, even)
+
+
+def build_for(plan: Plan, costs: Costs) -> Schedule:
+    shape = {"ranks": plan.pipe, "micro_batches": plan.micro_batches, "stages_per_rank": plan.stages_per_rank}
+    return build(plan.schedule, **shape, **{**dict(plan.schedule_options), "costs": costs})
+
+
+def layers_on(rank: int, plan: Plan) -> int:
+    return sum(plan.partition.sizes[stage] for stage in plan.build_schedule().stages_of_rank(rank))
+
+
+def test_in_a_v_auto_is_no_longer_than_what_it_knows_by_name() -> None:
+    given = profile([5, 9, 6, 7, 10, 4, 8, 6, 9, 5, 7, 6]).model_copy(update={"speeds": (1, 1, 1 / 1.5, 1)})
+    shape = {"ranks": 4, "micro_batches": MICRO_BATCHES, "stages_per_rank": 2}
+    named = build("zb-v", **shape)
+    cuts = make_partition("profile", named, profile=given)
+    begun = build("auto", **shape, placement="wave")
+    plan = Plan(1, 4, "auto", (("placement", "wave"),), 2, MICRO_BATCHES, cuts.cuts, ())
+    found = timed(plan, begun, given, lambda one: make_partition("profile", one, profile=given), free=False)
+    assert found.cuts == cuts.cuts
+    by_name = predict_timeline(given, cuts, named).step_time
+    assert predict_timeline(given, found.partition, found.build_schedule()).step_time <= by_name
 
 
 def test_others_have_no_costs() -> None:
