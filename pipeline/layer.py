@@ -14,12 +14,11 @@ from pipeline.buffers import Buffers, Snapshot
 from pipeline.device import generator_of
 from pipeline.errors import LayerError
 from pipeline.gradients.binding import Binding
-from pipeline.gradients.direct import direct
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.queue import WeightGradQueue
 from pipeline.losses import collected_losses
 from pipeline.random_state import absorbed, preserved
-from pipeline.shapes import Order, Value, flatten, hides_gradient, in_order, memory_order, settled, unflatten
+from pipeline.shapes import Value, flatten, hides_gradient, settled, unflatten
 
 __all__ = ["Layer", "LayerCall", "Place", "RandomSource"]
 
@@ -49,56 +48,38 @@ class RandomSource(NamedTuple):
 class LayerCall:
     """The passage of one micro-batch through one layer: everything its backward needs."""
 
-    __slots__ = ("buffers", "gradients", "kept", "losses", "orders", "outputs", "place", "queue")
+    __slots__ = ("buffers", "inputs", "kept", "losses", "outputs", "place", "queue")
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.queue = WeightGradQueue()
         self.outputs: list[Tensor] = []  # those that need a gradient, in order
         self.losses: list[tuple[str, Tensor]] = []
-        self.gradients: tuple[Tensor | None, ...] = ()  # of the inputs that need one, left here by the gate
-        self.orders: tuple[Order, ...] = ()  # how these inputs lie in memory, and their gradients are to
+        self.inputs: list[Tensor] = []  # those that need a gradient, which autograd leaves in them
         self.kept: Value | None = None  # the input, when the layer is to be recomputed
         self.buffers: Snapshot | None = None  # what they were then, where the forward changes them
 
 
-class _Gate(torch.autograd.Function):
-    """Starts a layer's own graph: hands its inputs on unchanged and catches their gradients.
-
-    The tensors that come out are neither leaves nor views, so that user code may change them in place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: LayerCall, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(*inputs)
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.call.gradients = gradients
-        return (None, None, *(None for _ in gradients))
-
-
-_pass_gate: Callable[..., tuple[Tensor, ...]] = direct(_Gate)
-_ANCHOR = torch.zeros((), requires_grad=True)  # what makes autograd record the gate; it never gets a gradient
+_unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.aten._unsafe_view.default
 
 # What torch.autograd.backward comes to, without its checks of arguments: these have the shapes of their outputs.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 
-def _gate(value: Value, call: LayerCall) -> list[Any]:
-    """The leaves of ``value`` as inputs of a graph of its own; those without gradient are handed on as they are."""
+def _enter(value: Value, call: LayerCall) -> list[Any]:
+    """The leaves of ``value`` in a graph of the layer's own, which begins at ``call.inputs``.
+
+    User code may change what it gets in place, which autograd allows neither for the beginning of a graph nor for views
+    of it; and the layer before must not then see its saved output as modified.  So user code gets an unsafe view:
+    another tensor on the same memory, of which autograd only knows how its gradient goes back.
+    """
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
-    inputs = [leaf for leaf, needs in zip(leaves, value.needs_gradient, strict=True) if needs]
-    if inputs:
-        call.gradients = (None,) * len(inputs)
-        call.orders = tuple([memory_order(leaf) for leaf in inputs])
-        versions = tuple([leaf._version for leaf in inputs])
-        _pass_gate(call, _ANCHOR, *inputs)
-        # Passing the gate changes nothing, so the layer before must not see its saved output as modified.
-        torch._C._autograd._unsafe_set_version_counter(tuple(inputs), versions)
+    call.inputs = []
+    for place, needs in enumerate(value.needs_gradient):
+        if needs:
+            beginning = leaves[place].requires_grad_()
+            call.inputs.append(beginning)
+            leaves[place] = _unsafe_view(beginning, beginning.shape)
     return leaves
 
 
@@ -157,7 +138,7 @@ class Layer:
             return Value([self._handed_on(leaf) for leaf in out], structure, (False,) * len(out)), losses
 
     def _forward_with_graph(self, value: Value, call: LayerCall) -> Value:
-        leaves = _gate(value, call)
+        leaves = _enter(value, call)
         with nullcontext() if self.binding is None else self.binding.forward(call.queue):
             out, structure = flatten(self._run(leaves, value, call.place, call.losses))
         needs = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out])
@@ -257,12 +238,14 @@ class Layer:
         if call.losses and loss_scale:
             pairs += [(loss, torch.full_like(loss, loss_scale)) for _, loss in call.losses if loss.requires_grad]
         call.outputs, call.losses = [], []
+        for x in call.inputs:
+            x.grad = None  # user code may have run a backward of its own in the forward
         if pairs:
             roots, given = zip(*pairs, strict=True)
             with nullcontext() if self.binding is None else self.binding.backward(call.queue, inline=not defer):
                 _run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
-        caught, call.gradients = call.gradients, ()
-        return [g if g is None else in_order(g, order) for g, order in zip(caught, call.orders, strict=True)]
+        inputs, call.inputs = call.inputs, []
+        return [None if x.grad is None else settled(x.grad) for x in inputs]
 
     def _recompute(self, call: LayerCall, value: Value) -> None:
         call.kept, call.losses = None, []

@@ -22,7 +22,6 @@ __all__ = [
     "flatten",
     "form_of",
     "hides_gradient",
-    "in_order",
     "memory",
     "memory_order",
     "settled",
@@ -49,7 +48,7 @@ class TensorForm(NamedTuple):
         if self.order is None:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         lying = torch.empty([self.shape[d] for d in self.order], dtype=self.dtype, device=device)
-        return lying.permute(_inverse(self.order))
+        return lying.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,20 +221,7 @@ def settled(tensor: Tensor) -> Tensor:
     return tensor if order is None or tensor.permute(order).is_contiguous() else tensor.detach().contiguous()
 
 
-def in_order(tensor: Tensor, order: Order) -> Tensor:
-    """The same values, as memory holds them in this order: the tensor itself if it is so, else a copy."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    if order is None:
-        return tensor.contiguous()
-    return tensor.permute(order).contiguous().permute(_inverse(order))
-
-
 def memory(tensor: Tensor) -> Tensor:
     """A contiguous view of all elements of a dense tensor, as a link takes it."""
     order = memory_order(tensor)
     return tensor if order is None else tensor.permute(order)
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
