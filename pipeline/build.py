@@ -188,7 +188,6 @@ def build_layers(
             flat=flats.get(place),
             binding=binding,
             recompute=index in recompute,
-            spares_input=index == 0,
         )
     return BuiltLayers(layers, flats, groups, trainable)
 

@@ -60,26 +60,16 @@ class LayerCall:
         self.buffers: Snapshot | None = None  # what they were then, where the forward changes them
 
 
-_unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.aten._unsafe_view.default
+_LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place operation"
 
 # What torch.autograd.backward comes to, without its checks of arguments: these have the shapes of their outputs.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 
 def _enter(value: Value, call: LayerCall) -> list[Any]:
-    """The leaves of ``value`` in a graph of the layer's own, which begins at ``call.inputs``.
-
-    User code may change what it gets in place, which autograd allows neither for the beginning of a graph nor for views
-    of it; and the layer before must not then see its saved output as modified.  So user code gets an unsafe view:
-    another tensor on the same memory, of which autograd only knows how its gradient goes back.
-    """
+    """The leaves of ``value`` as the beginning of a graph of the layer's own, which are ``call.inputs``."""
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves]
-    call.inputs = []
-    for place, needs in enumerate(value.needs_gradient):
-        if needs:
-            beginning = leaves[place].requires_grad_()
-            call.inputs.append(beginning)
-            leaves[place] = _unsafe_view(beginning, beginning.shape)
+    call.inputs = [leaf.requires_grad_() for leaf, needs in zip(leaves, value.needs_gradient, strict=True) if needs]
     return leaves
 
 
@@ -87,8 +77,8 @@ class Layer:
     """A layer on the rank that owns it.
 
     ``module`` is None for a plain callable.  ``recompute`` keeps only the input from the forward to the backward.
-    With ``spares_input`` the layer works on a copy of its input when it would change it in place: where the input is
-    the user's, or is to be used again.
+    A layer that changes its input in place works on a copy: the input may be the user's, be what the layer before has
+    saved for its backward, or be needed again for recomputation.
     """
 
     def __init__(
@@ -102,7 +92,6 @@ class Layer:
         flat: FlatLayer | None = None,
         binding: Binding | None = None,
         recompute: bool = False,
-        spares_input: bool = False,
     ) -> None:
         self.index = index
         self.name = name
@@ -111,12 +100,11 @@ class Layer:
         self.flat = flat
         self.binding = binding
         self.recompute = recompute
-        self._spares_input = spares_input or recompute
         self._generator = generator_of(random.device)
         self._random = random
         self.buffers = Buffers(module)
         self._drew: dict[bool, tuple[int, bool]] = {}  # by training mode: in which step, whether; only under a lock
-        self._changes_input: dict[bool, bool] = {}  # by training mode; only where the input is spared
+        self._changes_input: dict[bool, bool] = {}  # by training mode, once it has run in it
         self._changes_buffers = False  # only where the layer is recomputed
         self._left_buffers_in = -1  # the last step in which it was seen not to change them
 
@@ -180,26 +168,30 @@ class Layer:
         return leaf.clone() if not leaf.requires_grad and self.buffers.hold(leaf) else settled(leaf)
 
     def _run(self, leaves: list[Any], value: Value, place: Place, losses: list[tuple[str, Tensor]]) -> Any:
-        if not self._spares_input:
-            with collected_losses(losses):
-                return self._run_seeded(unflatten(leaves, value.structure), place)
         mode = self.module is not None and self.module.training
-        changes = self._changes_input.get(mode, True)
-        if changes:
+        changes = self._changes_input.get(mode)
+        if changes is not False:  # known to, or not known
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         before = _versions(leaves)
-        with collected_losses(losses):
-            result = self._run_seeded(unflatten(leaves, value.structure), place)
-        self._note_changes(mode, _versions(leaves) != before, spared=changes)
+        try:
+            with collected_losses(losses):
+                result = self._run_seeded(unflatten(leaves, value.structure), place)
+        except RuntimeError as error:
+            if changes is False and _LEAF_CHANGED in str(error):
+                raise self._changed_input(mode) from error
+            raise
+        if changes is None:
+            self._changes_input[mode] = _versions(leaves) != before
+        elif not changes and _versions(leaves) != before:
+            raise self._changed_input(mode)
         return result
 
-    def _note_changes(self, mode: bool, changed: bool, *, spared: bool) -> None:
-        if changed and not spared and self.recompute:
-            raise LayerError(
-                f"layer {self.name} changed its input in place, but did not when it ran first; recomputation "
-                "needs the input as it was: set recompute so that it leaves this layer out"
-            )
-        self._changes_input[mode] = changed or (spared and self._changes_input.get(mode, False))
+    def _changed_input(self, mode: bool) -> LayerError:
+        self._changes_input[mode] = True
+        return LayerError(
+            f"layer {self.name} changed its input in place, but did not when it ran first, so that it was given no "
+            "copy. It gets one from now on: run the step again"
+        )
 
     def _run_seeded(self, argument: Any, place: Place) -> Any:
         """Run user code with the random state of this place.

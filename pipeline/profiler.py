@@ -62,7 +62,7 @@ def profile_layers(
                 error.add_note(f"raised in layer {index} ({module.type_of(index)}), as layers were timed for the cuts")
                 raise
             measured.append(cost)
-        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, spares_input=True)
+        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random)
         _, cost = _measure(loss, with_targets(value, item.targets), "loss", mesh, runs)
     measured[-1] = measured[-1].model_copy(
         update={name: getattr(measured[-1], name) + getattr(cost, name) for name in _ADDED_BY_LOSS}
@@ -115,7 +115,7 @@ def _built(module: PipelineModule, index: int, random: RandomSource, recompute: 
     built = copy.deepcopy(entry) if isinstance(entry, nn.Module) else build_module(module, index, random)
     if built is None:
         function: Any = entry
-        return Layer(index, module.type_of(index), function, random, recompute=recompute, spares_input=True)
+        return Layer(index, module.type_of(index), function, random, recompute=recompute)
     flat = FlatLayer(built.to(random.device))
     return Layer(
         index,
@@ -126,7 +126,6 @@ def _built(module: PipelineModule, index: int, random: RandomSource, recompute: 
         flat=flat,
         binding=split(built, flat),
         recompute=recompute,
-        spares_input=True,
     )
 
 

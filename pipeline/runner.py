@@ -62,7 +62,7 @@ class Runner:
             reference_numerics=config.reference_numerics,
         )
         ends = {route[-1] for route in self.schedule.routes}
-        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, spares_input=True)
+        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random)
         self.stages = {
             stage: Stage(stage, [self.built.layers[held] for held in layers], loss if stage in ends else None)
             for stage, layers in layers_of_stage.items()
