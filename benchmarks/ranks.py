@@ -38,9 +38,22 @@ def parser_of(about: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run_ranks(script: str, ranks: int, arguments: Sequence[str], *, timeout: float = 600.0) -> Any:
-    """Start ``python -m script --worker ...`` on ranks of one thread; the JSON of its last line of output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+PEERS = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
+"""The environment in which DeepSpeed is installed too; ``make bench`` makes it."""
+
+
+def missing(peer: str) -> None:
+    """Say that a peer was not measured."""
+    print(f"{peer} is not installed here, so that it was not measured; make bench installs it", file=sys.stderr)
+
+
+def run_ranks(script: str, ranks: int, arguments: Sequence[str], *, peers: bool = False, timeout: float = 600.0) -> Any:
+    """Start ``python -m script --worker ...`` on ranks of one thread; the JSON of its last line of output.
+
+    With ``peers`` they run in the environment of the peers, where there is one.
+    """
+    python = str(PEERS) if peers and PEERS.exists() else sys.executable
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     root = str(Path(__file__).parents[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     command += ["-m", script, "--worker", *arguments]
@@ -48,6 +61,16 @@ def run_ranks(script: str, ranks: int, arguments: Sequence[str], *, timeout: flo
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(arguments)} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def finish(found: Any) -> None:
+    """At the end of a worker: rank 0 says what it found, and the ranks part together."""
+    from torch import distributed
+
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    distributed.destroy_process_group()
 
 
 def report(rows: Sequence[Row], *, as_json: bool, unit: str) -> int:

@@ -78,4 +78,35 @@ class _Sleeping(torch.autograd.Function):
         return dy, None, None, None
 
 
+class SleepApart(nn.Module):
+    """The same times for a runtime that finds I and W in autograd's graph: each is a function of its own there."""
+
+    def __init__(self, forward: float, input_grad: float, weight_grad: float, *, last: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+        self.times = (forward, input_grad, weight_grad)
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        end = time.perf_counter() + self.times[0]
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()
+        y = _SleepingBackward.apply(x, self.times[1]) + _SleepingBackward.apply(self.weight, self.times[2])
+        y = y.sum() if self.last else y
+        sleep_until(end)
+        return y
+
+
+class _SleepingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        sleep_until(time.perf_counter() + ctx.seconds)
+        return dy.contiguous(), None  # torch's runtime cannot send what is not
+
+
 _ANCHOR = torch.zeros((), requires_grad=True)  # so that the first layer, whose input needs no gradient, has a graph too
