@@ -57,7 +57,6 @@ def rows_of(label: str, wall: Mapping[str, float], cpu: Mapping[str, float], ten
 
 def worker(name: str, ranks: int) -> None:
     import torch
-    from torch import distributed
 
     from schedules import build
 
@@ -77,8 +76,7 @@ def worker(name: str, ranks: int) -> None:
     silent: dict[str, Step] = {"by hand": bare(task, schedule, messages=False), "torch": steps["torch"]}
     with no_transfers(engines["gloo"].mesh.link):
         silent["ours"] = steps["gloo"]
-        cpu = {name: taken / actions * 1e6 for name, taken in processor_time(silent).items()}
-    distributed.barrier()
+        cpu = {name: mean_over_ranks(taken) / actions * 1e6 for name, taken in processor_time(silent).items()}
     finish({"wall": wall, "cpu": cpu, "tensors": cpu["by hand"]})
 
 
@@ -92,6 +90,15 @@ def processor_time(steps: Mapping[str, Step]) -> dict[str, float]:
                 step()
             found[name].append((time.thread_time() - started) / REPEAT)
     return {name: median(times) for name, times in found.items()}
+
+
+def mean_over_ranks(seconds: float) -> float:
+    import torch
+    from torch import distributed
+
+    total = torch.tensor(seconds, dtype=torch.float64)
+    distributed.all_reduce(total)
+    return float(total) / distributed.get_world_size()
 
 
 @contextmanager

@@ -66,9 +66,8 @@ def open_step(
     numbers = torch.zeros(2, mesh.data, limit, dtype=torch.float64)
     found = _FAILED if error is not None else _READS_NOTHING if count is None else 1.0 + count
     ranks[mesh.rank] = torch.tensor([float(call), found, float(steps), float(iterator)], dtype=torch.float64)
-    for row, values in enumerate((weights, signatures)):
-        for micro_batch, value in values.items():
-            numbers[row, mesh.data_rank, micro_batch] = value
+    rows = [[float(values.get(i, 0)) for i in range(limit)] for values in (weights, signatures)]
+    numbers[:, mesh.data_rank] = torch.tensor(rows, dtype=torch.float64)
     vector = torch.cat([ranks.reshape(-1), numbers.reshape(-1)])
     sum_over_ranks(mesh.link, vector)  # in host memory, where it is read
     calls, counts, updates, iterators = vector[: ranks.numel()].view_as(ranks).t().tolist()
@@ -193,9 +192,12 @@ def close(
     ranks = torch.zeros(mesh.size, len(row), dtype=torch.float64)
     ranks[mesh.rank] = torch.tensor(row, dtype=torch.float64)
     terms = torch.zeros(mesh.data, limit, dtype=torch.float64)
-    for micro_batch, loss in losses.items():
-        if shares[micro_batch]:  # else the loss may be the mean over no samples, which is not a number
-            terms[mesh.data_rank, micro_batch] = loss.double() * shares[micro_batch]
+    # Where the share is 0 the loss may be the mean over no samples, which is not a number.
+    counted = [micro_batch for micro_batch in losses if shares[micro_batch]]
+    if counted:
+        found = torch.stack([losses[i].double() for i in counted]).cpu()
+        shares_of = torch.tensor([shares[i] for i in counted], dtype=torch.float64)
+        terms[mesh.data_rank, torch.tensor(counted)] = found * shares_of
     norms = torch.tensor([float(n) for n in squared_norms], dtype=torch.float64)
     vector = torch.cat([ranks.reshape(-1), terms.reshape(-1), norms])
     sum_over_ranks(mesh.link, vector)  # in host memory, where it is read

@@ -80,12 +80,13 @@ class Forms:
         """The form that both sides knew before the step."""
         return self._table.form(at.stage, self.numbers[at.micro_batch])
 
-    def known(self, at: Crossing) -> bool:
-        return at in self._brought or self.agreed(at) is not None
-
     def get(self, at: Crossing) -> Form | None:
-        """The form of a value that has crossed or may; None when the sender had failed before it."""
+        """The form of a value that has crossed or may; None where nobody knows it, or the sender had failed before."""
         return self._brought[at] if at in self._brought else self.agreed(at)
+
+    def poisoned(self, at: Crossing) -> bool:
+        """Whether a header has told that the sender had failed before it."""
+        return at in self._brought and self._brought[at] is None
 
     def bring(self, at: Crossing, form: Form | None) -> None:
         """Note what a header said.  A gradient flows for a tensor if it did for any micro-batch alike."""
@@ -111,10 +112,6 @@ def _without_gradients(form: Form) -> Form:
     return Form(form.structure, leaves)
 
 
-def _tensors(form: Form, *, gradients: bool) -> list[TensorForm]:
-    return [leaf for leaf in form.leaves if isinstance(leaf, TensorForm) and (leaf.needs_gradient or not gradients)]
-
-
 # -- sending -------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +129,7 @@ def send_value(
         if agreed is None:
             forms.bring(at, None)
             return _send_header(link, peer, None)
-        return [_send(link, peer, _blank(form, device), LANE_F) for form in _tensors(agreed, gradients=False)]
+        return [_send(link, peer, _blank(form, device), LANE_F) for form in agreed.tensors]
     pending: list[Pending] = []
     if agreed is None:
         form = form_of(value)
@@ -155,7 +152,7 @@ def send_gradients(
     form = forms.get(at)
     if form is None:
         return []
-    wanted = _tensors(form, gradients=True)
+    wanted = form.returning
     given = gradients if gradients is not None else [None] * len(wanted)
     return [
         _send(link, peer, g if g is not None else _blank(tensor, device), LANE_B)
@@ -187,10 +184,7 @@ def _send_header(link: Link, peer: int, form: Form | None) -> list[Pending]:
 # -- receiving -----------------------------------------------------------------------------------------------
 
 
-class _Arrival(NamedTuple):
-    form: Form | None
-    buffers: list[Tensor]
-    pending: list[Pending]
+_Arrival = tuple[Form | None, list[Tensor], list[Pending]]
 
 
 class Inbox:
@@ -227,25 +221,29 @@ class Inbox:
     def post(self, index: int) -> None:
         """Post receives up to ``depth`` beyond message ``index``, as far as their forms are known."""
         last = min(len(self._crossings), index + 1 + self._depth)
-        while self._posted < last and self._forms.known(self._crossings[self._posted]):
-            self._post_next()
+        while self._posted < last and self._post_next():
+            pass
 
-    def _post_next(self) -> None:
+    def _post_next(self) -> bool:
+        """Post the next message, if its form is known."""
         at = self._crossings[self._posted]
         form = self._forms.get(at)
-        wanted = [] if form is None else _tensors(form, gradients=self._lane == LANE_B)
-        buffers = [leaf.empty(self._device) for leaf in wanted]
-        pending = [self._link.receive(self._peer, memory(buffer), self._lane) for buffer in buffers]
-        self._arrivals[at] = _Arrival(form, buffers, pending)
+        if form is None:
+            if not self._forms.poisoned(at):
+                return False
+            self._arrivals[at] = None, [], []
+        else:
+            buffers = [leaf.empty(self._device) for leaf in (form.returning if self._lane == LANE_B else form.tensors)]
+            receive, peer, lane = self._link.receive, self._peer, self._lane
+            self._arrivals[at] = form, buffers, [receive(peer, memory(buffer), lane) for buffer in buffers]
         self._posted += 1
+        return True
 
     def take(self, at: Crossing) -> tuple[Form | None, list[Tensor]]:
         """Wait for a message; its form and tensors.  The form is None when the sender had failed before it."""
         while at not in self._arrivals:  # what is sent before it may be needed after it
-            following = self._crossings[self._posted]
-            if not self._forms.known(following):
-                self._forms.bring(following, self._receive_header())
-            self._post_next()
+            if not self._post_next():
+                self._forms.bring(self._crossings[self._posted], self._receive_header())
         form, buffers, pending = self._arrivals.pop(at)
         for transfer in pending:
             transfer.wait()
@@ -270,7 +268,8 @@ class Inbox:
 
 def value_from(form: Form, tensors: Sequence[Tensor]) -> Value:
     """The value that a form and its received tensors make."""
+    if len(tensors) == len(form.leaves):
+        return Value(tensors, form.structure, form.needs_gradient)
     remaining = iter(tensors)
     leaves = [next(remaining) if isinstance(leaf, TensorForm) else leaf.value for leaf in form.leaves]
-    needs = tuple(isinstance(leaf, TensorForm) and leaf.needs_gradient for leaf in form.leaves)
-    return Value(leaves, form.structure, needs)
+    return Value(leaves, form.structure, form.needs_gradient)

@@ -15,9 +15,9 @@ from pipeline.errors import FormVaried, LinkError
 from pipeline.exchange import Crossing, Inbox, send_gradients, send_value, value_from
 from pipeline.links.protocol import LANE_B, LANE_F, Link
 from pipeline.recorder import Stamps
-from pipeline.shapes import TensorForm, Value, entering, unflatten
+from pipeline.shapes import Value, entering, unflatten
 from pipeline.stage import Stage, StagePass
-from pipeline.step import Failure, Step
+from pipeline.step import Failure, Key, Step
 from pipeline.watch import Board
 from schedules import Action, Instruction, Kind, Op, Pair, Program
 
@@ -129,8 +129,9 @@ class Executor:
             return ()
         peer = self.schedule.rank_of_stage[source]
         if kind is Kind.F:
-            return (partial(self._await_value, self._inboxes[peer, LANE_F], peer, stage, micro_batch),)
-        return (partial(self._await_gradients, self._inboxes[peer, LANE_B], peer, stage, source, micro_batch),)
+            return (partial(self._await_value, self._inboxes[peer, LANE_F], peer, Crossing(stage, micro_batch)),)
+        at, key = Crossing(source, micro_batch), (stage, micro_batch)
+        return (partial(self._await_gradients, self._inboxes[peer, LANE_B], peer, at, key),)
 
     def _transfer(self, instruction: Instruction) -> Callable[[], None]:
         op, action, peer, stage = instruction
@@ -209,24 +210,26 @@ class Executor:
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _await_value(self, inbox: Inbox, peer: int, stage: int, micro_batch: int) -> None:
-        form, tensors = inbox.take(Crossing(stage, micro_batch))
-        if self._poisoned(form is None, peer, stage, micro_batch) or form is None:
-            return
-        self._step.values[stage, micro_batch] = value_from(form, tensors)
+    def _await_value(self, inbox: Inbox, peer: int, at: Crossing) -> None:
+        form, tensors = inbox.take(at)
+        if not self._poisoned(form is None, peer, at) and form is not None:
+            self._step.values[at] = value_from(form, tensors)
 
-    def _await_gradients(self, inbox: Inbox, peer: int, stage: int, source: int, micro_batch: int) -> None:
-        form, tensors = inbox.take(Crossing(source, micro_batch))
-        if self._poisoned(form is None, peer, stage, micro_batch) or form is None:
+    def _await_gradients(self, inbox: Inbox, peer: int, at: Crossing, key: Key) -> None:
+        form, tensors = inbox.take(at)
+        if self._poisoned(form is None, peer, key) or form is None:
+            return
+        needs = self._step.passes[key].needs_gradient
+        if needs == form.needs_gradient:
+            self._step.gradients[key] = tensors
             return
         remaining = iter(tensors)
-        by_leaf = [next(remaining) if isinstance(x, TensorForm) and x.needs_gradient else None for x in form.leaves]
-        needs = self._step.passes[stage, micro_batch].needs_gradient
-        self._step.gradients[stage, micro_batch] = [g for g, n in zip(by_leaf, needs, strict=True) if n]
+        by_leaf = [next(remaining) if needed else None for needed in form.needs_gradient]
+        self._step.gradients[key] = [g for g, n in zip(by_leaf, needs, strict=True) if n]
 
-    def _poisoned(self, told: bool, peer: int, stage: int, micro_batch: int) -> bool:
+    def _poisoned(self, told: bool, peer: int, key: Key) -> bool:
         if told or self._board.failed(self._peers[peer], self._step.number):
-            self._fail(None, f"{stage}F{micro_batch}")
+            self._fail(None, f"{key[0]}F{key[1]}")
         return self._step.failure is not None
 
     # -- computing -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -76,11 +77,27 @@ class Same(NamedTuple):
     place: int
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """Everything that must be known to receive a value; ``structure`` is None for a single tensor."""
 
     structure: TreeSpec | None
     leaves: tuple[TensorForm | Constant, ...]
+
+    @cached_property
+    def tensors(self) -> tuple[TensorForm, ...]:
+        """What crosses forward."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
+
+    @cached_property
+    def returning(self) -> tuple[TensorForm, ...]:
+        """What gets a gradient back."""
+        return tuple(leaf for leaf in self.tensors if leaf.needs_gradient)
+
+    @cached_property
+    def needs_gradient(self) -> tuple[bool, ...]:
+        """For which leaves a gradient flows back."""
+        return tuple(isinstance(leaf, TensorForm) and leaf.needs_gradient for leaf in self.leaves)
 
     def __str__(self) -> str:
         return "(" + ", ".join(map(_shown, self.leaves)) + ")"
@@ -170,10 +187,14 @@ def signature_of(inputs: Any) -> Form:
 
     What is not a tensor counts by its type: a number that is another one in each step does not make a new form.
     """
-    form = form_of(entering(inputs))
-    return form._replace(
-        leaves=tuple(leaf if isinstance(leaf, TensorForm) else Constant(type(leaf.value)) for leaf in form.leaves)
-    )
+    leaves, structure = flatten(inputs)
+    return Form(structure, tuple([_signature(leaf) for leaf in leaves]))
+
+
+def _signature(leaf: Any) -> TensorForm | Constant:
+    if isinstance(leaf, Tensor):
+        return TensorForm(leaf.shape, leaf.dtype, False, memory_order(leaf))
+    return Constant(type(leaf))
 
 
 def fits(value: Value, form: Form) -> bool:

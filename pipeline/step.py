@@ -15,7 +15,7 @@ from pipeline.links.protocol import Pending
 from pipeline.shapes import Value
 from pipeline.stage import StagePass
 
-__all__ = ["Failure", "Step"]
+__all__ = ["Failure", "Key", "Step"]
 
 Key = tuple[int, int]  # stage, micro-batch
 
