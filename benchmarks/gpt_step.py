@@ -64,6 +64,7 @@ def rows_of(
         Row(f"{name}: difference from its prediction", abs(programs[name] - predicted[name]), predicted[name], 0.03)
         for name in dict.fromkeys(("1f1b", best))
     ]
+    rows += [Row(f"{name} over its prediction", programs[name], predicted[name], None) for name in programs]
     rows += [Row(f"{name} over 1f1b", seconds, steps["1f1b"], None) for name, seconds in steps.items()]
     return rows
 

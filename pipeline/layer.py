@@ -16,7 +16,7 @@ from pipeline.errors import LayerError
 from pipeline.gradients.binding import Binding
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.queue import WeightGradQueue
-from pipeline.losses import collected_losses
+from pipeline.losses import collect_losses
 from pipeline.random_state import absorbed, preserved
 from pipeline.shapes import Value, flatten, hides_gradient, settled, unflatten
 
@@ -60,6 +60,7 @@ class LayerCall:
         self.buffers: Snapshot | None = None  # what they were then, where the forward changes them
 
 
+_NO_BINDING = nullcontext()
 _LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place operation"
 
 # What torch.autograd.backward comes to, without its checks of arguments: these have the shapes of their outputs.
@@ -127,12 +128,19 @@ class Layer:
 
     def _forward_with_graph(self, value: Value, call: LayerCall) -> Value:
         leaves = _enter(value, call)
-        with nullcontext() if self.binding is None else self.binding.forward(call.queue):
+        with _NO_BINDING if self.binding is None else self.binding.forward(call.queue):
             out, structure = flatten(self._run(leaves, value, call.place, call.losses))
-        needs = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in out])
-        call.outputs = [leaf for leaf, need in zip(out, needs, strict=True) if need]
-        self._require_visible(out)
-        return Value([self._handed_on(leaf) for leaf in out], structure, needs)
+        needs = []
+        for place, leaf in enumerate(out):
+            need = isinstance(leaf, Tensor) and leaf.requires_grad
+            needs.append(need)
+            if need:
+                call.outputs.append(leaf)
+                out[place] = settled(leaf)
+            else:
+                self._require_visible(leaf)
+                out[place] = self._handed_on(leaf)
+        return Value(out, structure, tuple(needs))
 
     def _forward_to_recompute(self, value: Value, call: LayerCall) -> Value:
         """Keep the input and drop the graph, without which nobody could tell which outputs need a gradient."""
@@ -145,14 +153,13 @@ class Layer:
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
         return Value(leaves, output.structure, output.needs_gradient)
 
-    def _require_visible(self, leaves: Sequence[Any]) -> None:
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) and hides_gradient(leaf):
-                raise LayerError(
-                    f"layer {self.name} returned a {type(leaf).__name__}, in which there are tensors that need a "
-                    "gradient, but only those in tuples, lists and dicts get one; for a dataclass, call "
-                    "torch.export.register_dataclass once"
-                )
+    def _require_visible(self, leaf: Any) -> None:
+        if not isinstance(leaf, Tensor) and hides_gradient(leaf):
+            raise LayerError(
+                f"layer {self.name} returned a {type(leaf).__name__}, in which there are tensors that need a "
+                "gradient, but only those in tuples, lists and dicts get one; for a dataclass, call "
+                "torch.export.register_dataclass once"
+            )
 
     def _note_buffers(self, call: LayerCall) -> None:
         """Keep what buffers were only for a layer that changes them, which is looked at once a step until it does."""
@@ -172,17 +179,21 @@ class Layer:
         changes = self._changes_input.get(mode)
         if changes is not False:  # known to, or not known
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        before = _versions(leaves)
+        # Autograd does not let a leaf that needs a gradient be changed, so that there is nothing to see.
+        watched = leaves if changes is None or self.recompute or False in value.needs_gradient else ()
+        before = _versions(watched)
+        outer = collect_losses(losses)
         try:
-            with collected_losses(losses):
-                result = self._run_seeded(unflatten(leaves, value.structure), place)
+            result = self._run_seeded(unflatten(leaves, value.structure), place)
         except RuntimeError as error:
             if changes is False and _LEAF_CHANGED in str(error):
                 raise self._changed_input(mode) from error
             raise
+        finally:
+            collect_losses(outer)
         if changes is None:
-            self._changes_input[mode] = _versions(leaves) != before
-        elif not changes and _versions(leaves) != before:
+            self._changes_input[mode] = _versions(watched) != before
+        elif not changes and _versions(watched) != before:
             raise self._changed_input(mode)
         return result
 
@@ -234,7 +245,7 @@ class Layer:
             x.grad = None  # user code may have run a backward of its own in the forward
         if pairs:
             roots, given = zip(*pairs, strict=True)
-            with nullcontext() if self.binding is None else self.binding.backward(call.queue, inline=not defer):
+            with _NO_BINDING if self.binding is None else self.binding.backward(call.queue, inline=not defer):
                 _run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         inputs, call.inputs = call.inputs, []
         return [None if x.grad is None else settled(x.grad) for x in inputs]

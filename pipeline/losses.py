@@ -8,9 +8,14 @@ from torch import Tensor
 
 from pipeline.errors import ModelError
 
-__all__ = ["add_loss", "collected_losses"]
+__all__ = ["add_loss", "collect_losses"]
 
-_active = threading.local()
+
+class _Active(threading.local):
+    losses: list[tuple[str, Tensor]] | None = None
+
+
+_active = _Active()
 
 
 def add_loss(name: str, value: Tensor) -> None:
@@ -26,22 +31,12 @@ def add_loss(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ModelError(f"add_loss({name!r}, ...) takes a scalar tensor, the mean over the micro-batch; got {shape}")
-    into: list[tuple[str, Tensor]] | None = getattr(_active, "losses", None)
-    if into is not None:
-        into.append((name, value.reshape(())))
+    if _active.losses is not None:
+        _active.losses.append((name, value.reshape(())))
 
 
-class collected_losses:
-    """A context in which this thread's ``add_loss`` calls are appended to ``into``."""
-
-    __slots__ = ("_into", "_outer")
-
-    def __init__(self, into: list[tuple[str, Tensor]]) -> None:
-        self._into = into
-
-    def __enter__(self) -> None:
-        self._outer = getattr(_active, "losses", None)
-        _active.losses = self._into
-
-    def __exit__(self, *_: object) -> None:
-        _active.losses = self._outer
+def collect_losses(into: list[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]] | None:
+    """From now on this thread's ``add_loss`` calls are appended to ``into``; returns where they went before."""
+    outer = _active.losses
+    _active.losses = into
+    return outer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline import LayerSpec, PipelineModule, TiedLayerSpec, initialize, run_local
 from pipeline.batch import Item
 from pipeline.engine import Engine
-from pipeline.losses import collected_losses
+from pipeline.losses import collect_losses
 from pipeline.random_state import key, preserved, seed_generator
 from tests.pipeline.layouts import Layout
 from tests.pipeline.models import MakeOptimizer, sgd
@@ -126,11 +126,14 @@ class Plain(nn.Module):
     def forward(self, item: Item, step: int, number: int, added: list[tuple[str, Tensor]]) -> tuple[Any, Tensor]:
         """Output and loss of one micro-batch, with the random numbers that its place in training fixes."""
         x = item.inputs
-        with collected_losses(added):
+        outer = collect_losses(added)
+        try:
             for index, function in enumerate(self.functions):
                 seed_generator(torch.device("cpu"), key(self.seed, step, number, index))
                 x = function(x)
             return x, self.module.loss_fn(x, item.targets)
+        finally:
+            collect_losses(outer)
 
     def weight(self, item: Item) -> float:
         first = item.targets if item.targets is not None else item.inputs
