@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import ConfigError
 from pipeline.setting_sources import Arguments, Source, add_flags, merge, read_flags, read_source
@@ -63,6 +63,10 @@ class PipelineConfig(BaseModel):
     reference_numerics: bool = False
     """Accumulate gradients exactly as plain PyTorch does, to the last bit; slower."""
 
+    weight_grad_batching: bool = False
+    """Compute the weights' gradients of several micro-batches in one product, where a schedule has their W side by
+    side; results then agree to rounding with those of other layouts, and no longer in every bit."""
+
     recompute: RecomputeSetting = "none"
     """Layers that keep only their input and run forward again before their backward: none, every,
     every:N (each N-th), or layer numbers as in 0,2,5."""
@@ -81,6 +85,10 @@ class PipelineConfig(BaseModel):
     receive_ahead: int = Field(2, ge=0)
     """Receives posted before they are needed, on each channel from one rank to another."""
 
+    keep_freed_memory: bool = False
+    """Keep freed host memory in the process for the next micro-batch, where the C library can: fewer page faults
+    between I and W. It holds for the whole process and for good, whose resident memory stays at its peak."""
+
     timeout: float = Field(300.0, gt=0)
     """Seconds that a rank waits for another before all report what they wait for, and stop."""
 
@@ -91,6 +99,15 @@ class PipelineConfig(BaseModel):
                 super().__init__(**settings)
             except ValidationError as error:
                 raise ConfigError(explain(error, type(self))) from None
+
+    @model_validator(mode="after")
+    def _agree(self) -> PipelineConfig:
+        if self.weight_grad_batching and self.reference_numerics:
+            raise ConfigError(
+                "weight_grad_batching sums over several micro-batches in one product, which plain PyTorch does not, so "
+                "that it contradicts reference_numerics; set one of the two to false"
+            )
+        return self
 
     @classmethod
     def load(cls, source: Source | PipelineConfig = None, arguments: Arguments = ()) -> PipelineConfig:

@@ -23,6 +23,8 @@ from pipeline.device import set_threads
 from pipeline.errors import CheckpointError, ConfigError, ModelError, NonFiniteLoss, NotPlanned
 from pipeline.exchange import Forms, ShapeTable
 from pipeline.executor import Executor
+from pipeline.gradients.allocator import keep_freed_memory
+from pipeline.gradients.report import ModelSplit, model_split
 from pipeline.intake import take_in
 from pipeline.layer import Place, RandomSource
 from pipeline.mesh import Mesh, make_mesh
@@ -95,6 +97,8 @@ def initialize(
         )
     settings = PipelineConfig.load(config)
     set_threads(settings.threads)
+    if settings.keep_freed_memory:
+        keep_freed_memory()
     return Engine(
         module,
         settings,
@@ -319,6 +323,15 @@ class Engine:
         if self.profile is None:
             raise NotPlanned('there is no profile to predict from; set partition = "profile", or pass a profile')
         return predict_timeline(self.profile, plan.partition, self.schedule)
+
+    def split_report(self) -> ModelSplit:
+        """Which weights get their gradient by W, where the schedule has W apart, and which by I, and why.
+
+        Known once a micro-batch has passed backward.  Collective over a pipeline's ranks; the same on each.
+        """
+        layers = self._planned().built.layers.values()
+        mine = {layer.index: (layer.name, layer.binding.report()) for layer in layers if layer.binding is not None}
+        return model_split(self.mesh.pipeline.all_gather_object(mine))
 
     def _planned(self) -> Runner:
         if self._runner is None:

@@ -41,7 +41,8 @@ class Executor:
     """Runs one rank's row of a Program.
 
     ``peers`` maps pipeline ranks, as the Program counts them, to ranks of the link.  ``reduce`` is called for
-    each stage when its last gradient is complete.
+    each stage when its last gradient is complete.  With ``batch_weights`` the first of several W of a stage that stand
+    side by side in the row does the work of all, and the stamps of the others enclose nothing.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Executor:
         device: torch.device,
         *,
         depth: int,
+        batch_weights: bool,
         reduce: Callable[[Stage], None],
     ) -> None:
         self.program = program
@@ -75,6 +77,7 @@ class Executor:
                     inbox = Inbox(link, peers[peer], lane, crossings, depth, device)
                     self._inboxes[peer, lane] = inbox
         self._arrived = dict.fromkeys(self._inboxes, 0)
+        self._together = _side_by_side(self.schedule.rows[rank]) if batch_weights else {}
         self.code = tuple(self._compile())
         self.stamps = Stamps(len(self.schedule.rows[rank]))
 
@@ -101,7 +104,7 @@ class Executor:
         if kind is Kind.F:
             run = partial(self._forward, stage, micro_batch, previous, self.schedule.next_stage(number, micro_batch))
         elif kind is Kind.W:
-            run = partial(self._weight_gradients, stage, micro_batch)
+            run = partial(self._weight_gradients, stage, self._together.get(slot, (micro_batch,)))
         else:
             run = partial(self._gradients, stage, micro_batch, previous, kind is Kind.I)
         return _Operation(run, True, self._waits(action), slot, action)
@@ -267,9 +270,10 @@ class Executor:
             leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
             self._step.outputs[micro_batch] = unflatten(leaves, output.structure)
 
-    def _weight_gradients(self, stage: Stage, micro_batch: int) -> None:
-        stage.weight_gradients(self._step.passes[stage.number, micro_batch])
-        del self._step.passes[stage.number, micro_batch]
+    def _weight_gradients(self, stage: Stage, micro_batches: Sequence[int]) -> None:
+        stage.weight_gradients(*[self._step.passes[stage.number, i] for i in micro_batches])
+        for micro_batch in micro_batches:
+            del self._step.passes[stage.number, micro_batch]
 
     def _gradients(self, stage: Stage, micro_batch: int, previous: int | None, defer: bool) -> None:
         """An I, which leaves the weights' gradients to its W, or a B, which does not."""
@@ -316,6 +320,23 @@ def _crossing(message: tuple[Action, Action], lane: int) -> Crossing:
     """A message's name: the consuming stage of the value, also for the gradient that comes back for it."""
     producing, consuming = message
     return Crossing((consuming if lane == LANE_F else producing).stage, consuming.micro_batch)
+
+
+def _side_by_side(row: Sequence[Action | Pair]) -> dict[int, tuple[int, ...]]:
+    """For every W, by its place in the row, the micro-batches whose W it does: with the first of several W of a stage
+    that stand side by side it is all of theirs, with the others none."""
+    found: dict[int, tuple[int, ...]] = {}
+    first: tuple[int, int] | None = None  # stage and place of the first of those side by side
+    for slot, entry in enumerate(row):
+        if isinstance(entry, Pair) or entry.kind is not Kind.W:
+            first = None
+        elif first is not None and first[0] == entry.stage:
+            found[first[1]] += (entry.micro_batch,)
+            found[slot] = ()
+        else:
+            first = entry.stage, slot
+            found[slot] = (entry.micro_batch,)
+    return found
 
 
 def _present(stage: int | None) -> int:

@@ -109,6 +109,7 @@ class Runner:
             self._mesh.board,
             self._mesh.device,
             depth=self._config.receive_ahead,
+            batch_weights=self._config.weight_grad_batching,
             reduce=self._reduce,
         )
         self._executors[train, micro_batches] = made

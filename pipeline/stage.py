@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import LossError
+from pipeline.gradients.queue import drain_together
 from pipeline.layer import Gradients, Layer, LayerCall, Place
 from pipeline.shapes import Value, flatten, unflatten
 
@@ -94,13 +95,18 @@ class Stage:
         passage.current = None
         return gradients
 
-    def weight_gradients(self, passage: StagePass) -> None:
-        """The products that a deferred backward left, from the last layer to the first."""
-        layers = self.layers if self.loss is None else (*self.layers, self.loss)
-        for layer, call in zip(reversed(layers), reversed(passage.calls), strict=True):
-            passage.current = layer
-            call.queue.drain()
-        passage.current = None
+    def weight_gradients(self, *passages: StagePass) -> None:
+        """The products that a deferred backward left, from the last layer to the first; of several in one."""
+        if not passages:
+            return
+        first, layers = passages[0], self.layers if self.loss is None else (*self.layers, self.loss)
+        for layer, *calls in zip(reversed(layers), *(reversed(p.calls) for p in passages), strict=True):
+            first.current = layer
+            if len(calls) == 1:
+                calls[0].queue.drain()
+            else:
+                drain_together([call.queue for call in calls])
+        first.current = None
 
 
 def with_targets(output: Value, targets: Any) -> Value:

@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
     if options.checkpoints is not None:
         _say(engine, f"saved {engine.save_checkpoint(options.checkpoints)}")
     _draw(engine, options.save)
+    _tell_split(engine)
     return 0
 
 
@@ -91,6 +92,21 @@ def _draw(engine: Engine, path: Path | None) -> None:
     if path is not None:
         measured.save(path, over=[] if engine.profile is None else [engine.predicted_timeline()])
         _say(engine, f"drew the last step in {path}")
+
+
+def _tell_split(engine: Engine) -> None:
+    """What of the weights a schedule that splits backward cannot put off."""
+    from schedules import facts
+
+    if engine.stats is None or not facts(engine.config.schedule).splits_backward:
+        return
+    split = engine.split_report()
+    if split.share:
+        _say(
+            engine,
+            f"{split}\nso that {split.share:.0%} of the weights leave nothing to W. Where that is much, use them by "
+            "nn.Linear, nn.Embedding, nn.Conv or their functions, or choose a schedule that does not split backward",
+        )
 
 
 def _skip(data: Any, items: int) -> None:

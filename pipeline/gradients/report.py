@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -37,3 +38,31 @@ class SplitReport(NamedTuple):
         """The part of the weights' elements that fell back, from 0 to 1."""
         elements = sum(weight.elements for weight in self.weights)
         return sum(weight.elements for weight in self.fallen_back) / elements if elements else 0.0
+
+
+class ModelSplit(NamedTuple):
+    """The reports of all layers that have weights, by the layers' names, in layer order."""
+
+    layers: tuple[tuple[str, SplitReport], ...]
+
+    @property
+    def share(self) -> float:
+        """The part of the elements of all weights that fell back, from 0 to 1."""
+        weights = [weight for _, report in self.layers for weight in report.weights]
+        elements = sum(weight.elements for weight in weights)
+        return sum(weight.elements for weight in weights if weight.reason) / elements if elements else 0.0
+
+    def __str__(self) -> str:
+        """A line for each weight that fell back; empty where none did."""
+        return "\n".join(
+            f"layer {name}: {weight.name} gets its gradient in I, since {weight.reason}"
+            + (f" (used by {', '.join(weight.operators)})" if weight.operators else "")
+            for name, report in self.layers
+            for weight in report.fallen_back
+        )
+
+
+def model_split(by_rank: Sequence[Mapping[int, tuple[str, SplitReport]]]) -> ModelSplit:
+    """What the ranks of a pipeline tell, by the number of the layer; of two copies of a layer the first counts."""
+    layers = {index: entry for rank in reversed(by_rank) for index, entry in rank.items() if entry[1].weights}
+    return ModelSplit(tuple(layers[index] for index in sorted(layers)))
