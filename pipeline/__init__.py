@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeline.batch import split_batch
     from pipeline.config import PipelineConfig
-    from pipeline.engine import Engine, initialize
+    from pipeline.engine import Engine
     from pipeline.links.local import run_local
     from pipeline.losses import add_loss
     from pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+    from pipeline.start import initialize
 
 __all__ = [
     "Engine",
@@ -35,7 +36,7 @@ _MODULE_OF = {
     "PipelineModule": "pipeline.module",
     "TiedLayerSpec": "pipeline.module",
     "add_loss": "pipeline.losses",
-    "initialize": "pipeline.engine",
+    "initialize": "pipeline.start",
     "run_local": "pipeline.links.local",
     "split_batch": "pipeline.batch",
 }

@@ -30,6 +30,7 @@ __all__ = [
     "build_layers",
     "build_module",
     "check_ready_modules",
+    "compile_layer",
     "layer_function",
 ]
 
@@ -154,6 +155,7 @@ def build_layers(
     param_groups: ParamGroups | None,
     recompute: Sequence[int],
     reference_numerics: bool,
+    compiler: str,
 ) -> BuiltLayers:
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
@@ -178,6 +180,7 @@ def build_layers(
     for place, built in modules.items():
         index, binding = place.layer, None
         if built is not None:
+            compile_layer(built, compiler)
             binding = split(built, flats[place], scratch=scratch, reference_numerics=reference_numerics)
         layers[place] = Layer(
             index,
@@ -190,6 +193,12 @@ def build_layers(
             recompute=index in recompute,
         )
     return BuiltLayers(layers, flats, groups, trainable)
+
+
+def compile_layer(built: nn.Module, compiler: str) -> None:
+    """Let torch.compile compile the layer when it is first called, in place, so that its names stay as they are."""
+    if compiler != "none":
+        built.compile(backend=compiler)
 
 
 def layer_function(module: PipelineModule, index: int, built: nn.Module | None) -> Callable[[Any], Any]:

@@ -64,8 +64,8 @@ class PipelineConfig(BaseModel):
     """Accumulate gradients exactly as plain PyTorch does, to the last bit; slower."""
 
     weight_grad_batching: bool = False
-    """Compute the weights' gradients of several micro-batches in one product, where a schedule has their W side by
-    side; results then agree to rounding with those of other layouts, and no longer in every bit."""
+    """Where a schedule has several W of a stage side by side, compute them as one product. Results then agree with
+    those of other layouts to rounding, and no longer in every bit."""
 
     recompute: RecomputeSetting = "none"
     """Layers that keep only their input and run forward again before their backward: none, every,
@@ -84,6 +84,10 @@ class PipelineConfig(BaseModel):
 
     receive_ahead: int = Field(2, ge=0)
     """Receives posted before they are needed, on each channel from one rank to another."""
+
+    compile: str = "none"
+    """Backend of torch.compile for the layers, each compiled by itself: inductor, for example, or none. The gradients
+    of a compiled layer's weights are all computed in I, and nothing of it is left to W."""
 
     keep_freed_memory: bool = False
     """Keep freed host memory in the process for the next micro-batch, where the C library can: fewer page faults

@@ -19,15 +19,13 @@ from pipeline.agreement import Call, Closing
 from pipeline.batch import Item
 from pipeline.build import ParamGroups, check_ready_modules
 from pipeline.config import PipelineConfig
-from pipeline.device import set_threads
-from pipeline.errors import CheckpointError, ConfigError, ModelError, NonFiniteLoss, NotPlanned
+from pipeline.errors import CheckpointError, ConfigError, NonFiniteLoss, NotPlanned
 from pipeline.exchange import Forms, ShapeTable
 from pipeline.executor import Executor
-from pipeline.gradients.allocator import keep_freed_memory
 from pipeline.gradients.report import ModelSplit, model_split
 from pipeline.intake import take_in
 from pipeline.layer import Place, RandomSource
-from pipeline.mesh import Mesh, make_mesh
+from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, environment, plan_for
 from pipeline.planning import choose_plan
@@ -40,7 +38,7 @@ from pipeline.watch import At
 from schedules import Timeline
 from schedules.restrict import forwards_of
 
-__all__ = ["Engine", "StepStats", "initialize"]
+__all__ = ["Engine", "StepStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,66 +50,8 @@ class StepStats:
     gradient_norm: float
 
 
-def initialize(
-    module: PipelineModule,
-    *,
-    config: PipelineConfig | Mapping[str, Any] | str | Path | None = None,
-    optimizer: MakeOptimizer | None = None,
-    lr_scheduler: MakeScheduler | None = None,
-    param_groups: ParamGroups | None = None,
-    profile: Profile | None = None,
-) -> Engine:
-    """Make an engine on every rank that is to take part.  Collective.
-
-    Parameters
-    ----------
-    module:
-        The model, the same on every rank.
-    config:
-        A ``PipelineConfig``, a mapping of settings, or the path of a TOML, YAML or JSON file.
-    optimizer:
-        A ``torch.optim`` class, or a function that takes a list of parameter groups and returns an optimizer.  It is
-        called once on each rank with the same groups in the same order, ``params`` possibly empty; they hold flat
-        vectors, so that the optimizer must be element-wise.  Without one the engine can only evaluate.
-    lr_scheduler:
-        A function of the optimizer that returns a learning-rate scheduler, stepped after every update.
-    param_groups:
-        ``param_groups(name, shape)`` returns the optimizer settings of a parameter, ``{"weight_decay": 0.0}`` for
-        example; parameters with equal settings share a group.
-    profile:
-        Measured costs of the layers; otherwise they are taken from the file ``config.profile``, or measured on the
-        first micro-batch where ``config.partition`` asks for them.
-
-    Raises ``ConfigError``, ``WorldSizeError``, ``PlanMismatch``, ``ModelError`` and the errors of ``schedules`` and
-    ``partition`` when these cannot be trained together, before anything is built.
-    """
-    if not isinstance(module, PipelineModule):
-        raise ModelError(
-            f"initialize takes a PipelineModule, not a {type(module).__name__}; make one of a list of layers, or of an "
-            "nn.Sequential, and of a loss: PipelineModule(layers, loss_fn)"
-        )
-    if optimizer is not None and not callable(optimizer):
-        raise ConfigError(
-            f"optimizer is a {type(optimizer).__name__} that exists already; give its class, or a function that makes "
-            "one, since each rank makes its own for what it holds: lambda groups: torch.optim.SGD(groups, lr=0.1)"
-        )
-    settings = PipelineConfig.load(config)
-    set_threads(settings.threads)
-    if settings.keep_freed_memory:
-        keep_freed_memory()
-    return Engine(
-        module,
-        settings,
-        make_mesh(settings.data_parallel, device=settings.device, link=settings.link, timeout=settings.timeout),
-        optimizer,
-        lr_scheduler,
-        param_groups,
-        profile,
-    )
-
-
 class Engine:
-    """Made by ``initialize``.  Every method that is called collective must be called on all ranks."""
+    """Made by ``pipeline.initialize``.  Every method that is called collective must be called on all ranks."""
 
     def __init__(
         self,

@@ -44,6 +44,7 @@ def choose_plan(
             runs=config.profile_runs,
             recompute=plan_for(config, module, mesh, cuts=()).recompute,
             threads=config.threads,
+            compiler=config.compile,
         )
     elif config.partition == "parameters":
         counts = count_parameters(module, random)

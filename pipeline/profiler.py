@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from partition import LayerCost, Profile
 from pipeline.batch import Item
-from pipeline.build import build_module, layer_function
+from pipeline.build import build_module, compile_layer, layer_function
 from pipeline.device import set_threads, synchronise
 from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.split import split
@@ -43,6 +43,7 @@ def profile_layers(
     runs: int,
     recompute: Sequence[int],
     threads: int,
+    compiler: str = "none",
 ) -> Profile:
     """Time the forward, I and W of every layer on one micro-batch.  Collective.
 
@@ -55,9 +56,9 @@ def profile_layers(
     measured: list[LayerCost] = []
     with preserved(random.device):
         for index in range(len(module)):
-            again = index in recompute
             try:
-                value, cost = _measure_layer(module, index, value, random, mesh, runs=runs, recompute=again)
+                layer = _built(module, index, random, recompute=index in recompute, compiler=compiler)
+                value, cost = _measure_layer(layer, value, module.type_of(index), mesh, runs=runs)
             except Exception as error:
                 error.add_note(f"raised in layer {index} ({module.type_of(index)}), as layers were timed for the cuts")
                 raise
@@ -99,24 +100,22 @@ def _mean(costs: Sequence[LayerCost], speeds: Sequence[float]) -> LayerCost:
     return costs[0].model_copy(update=at_speed_1)
 
 
-def _measure_layer(
-    module: PipelineModule, index: int, value: Value, random: RandomSource, mesh: Mesh, *, runs: int, recompute: bool
-) -> tuple[Value, LayerCost]:
-    layer = _built(module, index, random, recompute)
-    result = _measure(layer, value, module.type_of(index), mesh, runs)
+def _measure_layer(layer: Layer, value: Value, kind: str, mesh: Mesh, *, runs: int) -> tuple[Value, LayerCost]:
+    result = _measure(layer, value, kind, mesh, runs)
     for vector in layer.flat.vectors if layer.flat is not None else ():
         for tensor in vector:  # now, and not when Python looks for cycles
             tensor.untyped_storage().resize_(0)
     return result
 
 
-def _built(module: PipelineModule, index: int, random: RandomSource, recompute: bool) -> Layer:
+def _built(module: PipelineModule, index: int, random: RandomSource, *, recompute: bool, compiler: str) -> Layer:
     entry = module.entries[index]
     built = copy.deepcopy(entry) if isinstance(entry, nn.Module) else build_module(module, index, random)
     if built is None:
         function: Any = entry
         return Layer(index, module.type_of(index), function, random, recompute=recompute)
     flat = FlatLayer(built.to(random.device))
+    compile_layer(built, compiler)
     return Layer(
         index,
         module.type_of(index),

@@ -60,6 +60,7 @@ class Runner:
             param_groups=param_groups,
             recompute=plan.recompute,
             reference_numerics=config.reference_numerics,
+            compiler=config.compile,
         )
         ends = {route[-1] for route in self.schedule.routes}
         loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random)

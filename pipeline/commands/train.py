@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from pipeline.engine import initialize
+    from pipeline import initialize
 
     if options.save is not None:
         check_target(options.save)

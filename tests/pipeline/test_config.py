@@ -309,11 +309,14 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
         "gradient_clipping": 1.0,
         "nonfinite_loss": "ignore",
         "reference_numerics": True,
+        "weight_grad_batching": True,
         "recompute": "every",
         "device": "cpu",
         "threads": 2,
         "link": "gloo",
         "receive_ahead": 1,
+        "compile": "eager",
+        "keep_freed_memory": True,
         "timeout": 10.0,
     }
     assert list(others) == list(PipelineConfig.model_fields)
