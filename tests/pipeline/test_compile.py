@@ -65,5 +65,5 @@ def test_layers_are_timed_as_they_will_run() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'indctor' is no backend of torch.compile; did you mean 'inductor'"):
+    with pytest.raises(ConfigError, match=r"'indctor' is no backend of torch\.compile; did you mean 'inductor'"):
         train(compile="indctor")
