@@ -58,6 +58,7 @@ def test_of_recomputed_layers_nothing_lives_from_the_forward_to_the_backward(nam
         ("zb-h1", lambda m: [4, 4, 4, 4]),
         ("gpipe", lambda m: [m, m, m, m]),
     ],
+    ids=["1f1b", "zb-h1", "gpipe"],
 )
 def test_live_activations_over_micro_batches(name: str, peaks: Callable[[int], list[float]]) -> None:
     for number in (4, 8, 16, 32):
