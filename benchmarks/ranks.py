@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -14,12 +15,16 @@ from typing import Any, NamedTuple
 
 
 class Row(NamedTuple):
-    """One measured point: ``ratio`` is ours over ``peer``'s, and must not exceed ``bar``, where there is one."""
+    """One measured point: ``ratio`` is ours over ``peer``'s, and must not exceed ``bar``, where there is one.
+
+    ``exact``: nor may it be less, but for rounding.
+    """
 
     name: str
     ours: float
     peer: float
     bar: float | None
+    exact: bool = False
 
     @property
     def ratio(self) -> float:
@@ -27,6 +32,8 @@ class Row(NamedTuple):
 
     @property
     def ok(self) -> bool:
+        if self.exact:
+            return self.bar is not None and math.isclose(self.ratio, self.bar, rel_tol=1e-9)
         return self.bar is None or self.ratio <= self.bar
 
 
@@ -80,7 +87,8 @@ def report(rows: Sequence[Row], *, as_json: bool, unit: str) -> int:
             values = {**row._asdict(), "ratio": row.ratio, "ok": row.ok}
             print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in values.items()}))
         else:
-            mark = "" if row.bar is None else f" <= {row.bar:<6} {'ok' if row.ok else 'FAILED'}"
+            sign = "==" if row.exact else "<="
+            mark = "" if row.bar is None else f" {sign} {row.bar:<6} {'ok' if row.ok else 'FAILED'}"
             print(f"{row.name:52} {row.ours:10.4f} {row.peer:10.4f} {unit:4} {row.ratio:7.4f}{mark}")
     return int(not all(row.ok for row in rows))
 

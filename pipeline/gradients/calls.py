@@ -25,7 +25,7 @@ def split_linear(binding: Binding, x: Tensor, weight: Tensor, bias: Tensor | Non
     if operand is None or site is None:
         return None
     result = linear(operand, weight, own_bias, site)
-    return result if bias is own_bias or bias is None else result + bias
+    return result if bias is own_bias or bias is None else plus(result, bias)
 
 
 def split_embedding(binding: Binding, indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor | None:
@@ -66,7 +66,12 @@ def split_convolution(
         result = convolution(operand, weight, own_bias, site)
     else:
         result = convolution(operand.unsqueeze(0), weight, own_bias, site).squeeze(0)
-    return result if bias is own_bias or bias is None else result + bias.reshape(-1, *[1] * dimensions)
+    return result if bias is own_bias or bias is None else plus(result, bias.reshape(-1, *[1] * dimensions))
+
+
+def plus(product: Tensor, other: Tensor) -> Tensor:
+    """What the operator adds to its product; under autocast it is cast with the operands, and the sum is not wider."""
+    return product + (other.to(product.dtype) if under_autocast() else other)
 
 
 def _operand(binding: Binding, x: Tensor, weight: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.gradients.binding import Binding
-from pipeline.gradients.calls import split_convolution, split_embedding, split_linear
+from pipeline.gradients.calls import plus, split_convolution, split_embedding, split_linear
 from pipeline.gradients.einsum import split_einsum
 
 
@@ -115,7 +115,7 @@ def _addmm(
     if input.dim() == 1:
         return split_linear(binding, mat1, mat2.t(), input)
     product = split_linear(binding, mat1, mat2.t())
-    return None if product is None else product + input
+    return None if product is None else plus(product, input)
 
 
 def _linear(binding: Binding, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:

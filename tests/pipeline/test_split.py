@@ -9,44 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.gradients import FlatLayer, split, unsplit
 from tests.pipeline.splitting import check, default_dtype, splitting, waiting
-
-
-class Twice(nn.Module):
-    """A module used twice on different inputs."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.inner(x.flip(0) if x.is_floating_point() else (x + 1) % 7).tanh()
-
-
-class Checkpointed(nn.Module):
-    """A module recomputed in backward."""
-
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = inner
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda v: self.inner(v).sin(), x, use_reentrant=self.reentrant)
-
-
-class AlsoElsewhere(nn.Module):
-    """A module whose parameters are used once more, by an expression that is not recognised."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * sum(p.square().mean() for p in self.inner.parameters())
+from tests.pipeline.ways import PRECISIONS, WAYS, cells
 
 
 class Attention(nn.Module):
@@ -120,31 +86,27 @@ class ComplexLinear(nn.Module):
         return self.inner(x.to(torch.complex128)).abs()
 
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": lambda m: m,
-    "used twice": Twice,
-    "used elsewhere": AlsoElsewhere,
-    "checkpointed": lambda m: Checkpointed(m, reentrant=False),
-    "checkpointed by re-entering": lambda m: Checkpointed(m, reentrant=True),
+IMPOSSIBLE = {
+    ("embedding of bounded norm", "used elsewhere"): "a forward changes the table, which the other use had saved",
+    ("recurrent", "autocast"): "not every processor has torch's recurrent layers in bfloat16",
 }
 
 
-def made(name: str, count: int = 3) -> tuple[nn.Module, list[Tensor], int]:
+def made(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], int]:
     torch.manual_seed(1)
-    with default_dtype(torch.float64):
+    with default_dtype(dtype):
         make, sample, waits = MODULES[name]
-        return make(), [sample() for _ in range(count)], waits
+        return make(), [sample() for _ in range(3)], waits
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODULES)
-def test_gradients_equal_autograd(name: str, way: str) -> None:
-    if (name, way) == ("embedding of bounded norm", "used elsewhere"):
-        pytest.skip("each forward changes the table in place, which the other use had saved")
-    module, batches, _ = made(name)
-    check(WAYS[way](module), batches)
+@pytest.mark.parametrize(("name", "way", "precision"), cells(MODULES, WAYS, IMPOSSIBLE))
+def test_gradients_equal_autograd(name: str, way: str, precision: str) -> None:
+    dtype, autocast, tolerance = PRECISIONS[precision]
+    wrap, input_grad, recompute = WAYS[way]
+    module, batches, _ = made(name, dtype)
+    check(wrap(module), batches, tolerance=tolerance, input_grad=input_grad, autocast=autocast, recompute=recompute)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -154,28 +116,10 @@ def test_what_waits_for_w(name: str) -> None:
     assert waiting(module, batches[0]) == waits
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias", "both", "input"])
-@pytest.mark.parametrize("name", ["linear", "embedding", "convolution 1d", "convolution 2d"])
-def test_what_is_frozen_gets_no_gradient(name: str, frozen: str) -> None:
-    module, batches, _ = made(name)
-    for parameter, tensor in module.named_parameters():
-        tensor.requires_grad_(frozen not in (parameter, "both"))
-    check(nn.Sequential(module, nn.Tanh()), batches, input_grad=frozen != "input")
-
-
 def test_a_frozen_weight_queues_nothing() -> None:
     module = nn.Linear(3, 3)
     module.weight.requires_grad_(False)
     assert waiting(module, torch.randn(2, 3)) == 0
-
-
-@pytest.mark.parametrize("name", ["linear", "embedding", "convolution 2d", "attention", "norm"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_autocast(name: str, way: str) -> None:
-    torch.manual_seed(1)
-    make, sample, _ = MODULES[name]
-    check(WAYS[way](make()), [sample() for _ in range(3)], autocast=True, tolerance=0.02)
 
 
 def test_autocast_keeps_the_products_of_its_casts_in_full_precision() -> None:

@@ -14,21 +14,41 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.gradients import FlatLayer, WeightGradQueue, split
 from tests.pipeline.splitting import check, default_dtype, waiting
+from tests.pipeline.ways import PRECISIONS, WAYS, Way, cells
 
 Body = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 
 
 class Layer(nn.Module):
-    """Weights of given shapes, and what to do with them."""
+    """Weights of given shapes, and what to do with them, or with a view of them."""
 
     def __init__(self, body: Body, **shapes: tuple[int, ...]) -> None:
         super().__init__()
         self.body = body
+        self.view: Callable[[Tensor], Tensor] = lambda w: w
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(dict(self.named_parameters()), x)
+        return self.body({**dict(self.named_parameters()), "w": self.view(self.w)}, x)
+
+
+def sliced(layer: nn.Module) -> nn.Module:
+    """The layer with its weight cut out of the middle of a larger parameter."""
+    rows, *others = layer.w.shape
+    layer.w, layer.view = nn.Parameter(torch.randn(rows + 2, *others)), lambda w: w[1:-1]
+    return layer
+
+
+def transposed(layer: nn.Module) -> nn.Module:
+    """The layer with its weight lying the other way round in the parameter."""
+    rows, columns, *others = layer.w.shape
+    layer.w, layer.view = nn.Parameter(torch.randn(columns, rows, *others)), lambda w: w.transpose(0, 1)
+    return layer
+
+
+VIEWS = {"slice of a parameter": Way(sliced), "transposed parameter": Way(transposed)}
+COLUMNS = WAYS | VIEWS
 
 
 MATRIX = (4, 4)
@@ -99,41 +119,43 @@ def index(x: Tensor) -> Tensor:
     return x.detach().abs().mul(10).long() % 7
 
 
-def made(name: str) -> tuple[Layer, list[Tensor], int]:
+IMPOSSIBLE = {
+    ("view", "transposed parameter"): "it would have to be copied, which view refuses",
+    ("overlapping", "transposed parameter"): "it would have to be copied, which view refuses",
+    ("asked for in forward", "input without gradient"): "there is nothing to ask for",
+    ("asked for in forward", "checkpointed by re-entering"): "the first forward is without a graph",
+}
+WAITS_OTHERWISE = {
+    # Their dimensions join into a matrix in one order only.
+    ("einsum into heads", "transposed parameter"): 0,
+    ("einsum out of heads", "transposed parameter"): 0,
+    ("einsum, copied", "transposed parameter"): 1,
+}
+
+
+def made(name: str, way: str = "plain", dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], int]:
     body, weight, x, waits = CALLS[name]
     torch.manual_seed(1)
+    with default_dtype(dtype):
+        layer = COLUMNS[way].wrap(Layer(body, w=weight, b=(4,)))
+        return layer, [torch.randn(x) for _ in range(3)], waits
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("name", "way", "precision"), cells(CALLS, COLUMNS, IMPOSSIBLE))
+def test_gradients_equal_autograd(name: str, way: str, precision: str) -> None:
+    dtype, autocast, tolerance = PRECISIONS[precision]
+    _, input_grad, recompute = COLUMNS[way]
+    layer, batches, _ = made(name, way, dtype)
+    with default_dtype(dtype):
+        check(layer, batches, tolerance=tolerance, input_grad=input_grad, autocast=autocast, recompute=recompute)
+
+
+@pytest.mark.parametrize(("name", "way"), [cell[:2] for cell in cells(CALLS, ["plain", *VIEWS], IMPOSSIBLE)[::2]])
+def test_what_waits_for_w(name: str, way: str) -> None:
+    layer, batches, waits = made(name, way)
     with default_dtype(torch.float64):
-        return Layer(body, w=weight, b=(4,)), [torch.randn(x) for _ in range(3)], waits
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_equal_autograd(name: str) -> None:
-    layer, batches, _ = made(name)
-    with default_dtype(torch.float64):
-        check(layer, batches)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_what_waits_for_w(name: str) -> None:
-    layer, batches, waits = made(name)
-    with default_dtype(torch.float64):
-        assert waiting(layer, batches[0]) == waits
-
-
-@pytest.mark.parametrize("frozen", ["w", "b", "input"])
-@pytest.mark.parametrize("name", ["linear", "addmm", "@ transposed", "einsum", "embedding", "conv1d"])
-def test_what_is_frozen_gets_no_gradient(name: str, frozen: str) -> None:
-    layer, batches, _ = made(name)
-    if frozen != "input":
-        getattr(layer, frozen).requires_grad_(False)
-    check(layer, batches, input_grad=frozen != "input")
-
-
-@pytest.mark.parametrize("name", ["linear", "matmul", "addmm", "slice", "einsum", "conv1d", "checkpointed"])
-def test_autocast(name: str) -> None:
-    body, weight, x, _ = CALLS[name]
-    torch.manual_seed(1)
-    check(Layer(body, w=weight, b=(4,)), [torch.randn(x) for _ in range(3)], autocast=True, tolerance=0.02)
+        assert waiting(layer, batches[0]) == WAITS_OTHERWISE.get((name, way), waits)
 
 
 class Tied(nn.Module):
