@@ -49,9 +49,9 @@ def main() -> int:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         parts.append(_section(f"python -m benchmarks.{' '.join((script, *RUNS[name]))}", rows))
+        RESULTS.write_text("\n".join(parts))  # after each, so that what was measured is kept when this is ended early
         if done.returncode:
             failed.append(name)
-    RESULTS.write_text("\n".join(parts))
     print(f"written to {RESULTS.name}" + (f"; beyond a bar: {', '.join(failed)}" if failed else ""))
     return int(bool(failed))
 
