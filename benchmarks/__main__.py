@@ -59,7 +59,7 @@ def main() -> int:
 def _introduction() -> str:
     return (
         "# Results\n\n"
-        f"Written by `make bench` on {datetime.now(UTC):%Y-%m-%d}: {_processor()}, {_cores()} cores, "
+        f"Written by `python -m benchmarks` on {datetime.now(UTC):%Y-%m-%d}: {_processor()}, {_cores()} cores, "
         f"{platform.system()}, Python {platform.python_version()}, torch {version('torch')}; one thread a rank. "
         "Ours and its peer run in turn in one process tree, and every figure is a median; a ratio beyond its bar is a "
         "bar that is not reached.\n"
