@@ -181,11 +181,12 @@ def close(
     losses: Mapping[int, Tensor],
     shares: Sequence[float],
     squared_norms: Sequence[Tensor | float],
+    sharded: bool,
 ) -> Closing:
     """Agree on the end of a step over all ranks, in one sum.
 
     ``losses`` are those of the micro-batches that left the model on this rank; ``squared_norms`` has one number a
-    layer, 0 for the layers that another rank counts.
+    layer, 0 for the layers that another rank counts.  ``sharded``: each copy of the pipeline counts its part of them.
     """
     code = max((1 + _DTYPES.index(loss.dtype) for loss in losses.values() if loss.dtype in _DTYPES), default=0)
     row = [float(code), *map(float, report)]
@@ -198,8 +199,10 @@ def close(
         found = torch.stack([losses[i].double() for i in counted]).cpu()
         shares_of = torch.tensor([shares[i] for i in counted], dtype=torch.float64)
         terms[mesh.data_rank, torch.tensor(counted)] = found * shares_of
-    norms = torch.tensor([float(n) for n in squared_norms], dtype=torch.float64)
-    vector = torch.cat([ranks.reshape(-1), terms.reshape(-1), norms])
+    copies = mesh.data if sharded else 1
+    norms = torch.zeros(copies, len(squared_norms), dtype=torch.float64)
+    norms[mesh.data_rank if sharded else 0] = torch.tensor([float(n) for n in squared_norms], dtype=torch.float64)
+    vector = torch.cat([ranks.reshape(-1), terms.reshape(-1), norms.reshape(-1)])
     sum_over_ranks(mesh.link, vector)  # in host memory, where it is read
     ranks, terms, norms = vector.split([ranks.numel(), terms.numel(), norms.numel()])
     codes, failed, varied, rooted, stop, busy, span = ranks.view(mesh.size, len(row)).t().tolist()
@@ -211,7 +214,7 @@ def close(
         rooted=any(rooted),
         stop=any(stop),
         loss=loss.to(device=mesh.device, dtype=_DTYPES[code - 1] if code else torch.float32),
-        squared_norms=tuple(norms.tolist()),
+        squared_norms=tuple(map(_summed, zip(*norms.view(copies, -1).tolist(), strict=True))),
         busy=tuple(busy),
         span=max(span),
     )

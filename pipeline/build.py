@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ModelError
-from pipeline.gradients.flat import FlatLayer, Segment
+from pipeline.gradients.flat import FlatLayer
 from pipeline.gradients.scratch import Scratch
 from pipeline.gradients.split import split
 from pipeline.layer import Layer, RandomSource
 from pipeline.links.protocol import Group
 from pipeline.module import LayerSpec, PipelineModule, Tie, TiedLayerSpec
 from pipeline.random_state import key, preserved, seed_generator
-from pipeline.ties import Held, Role, owner_name, role, separate, share
+from pipeline.ties import Held, Role, owner_name, role, separate, share, tie_of
+from pipeline.zero.shard import Shard
 
 __all__ = [
     "BuiltLayers",
     "ParamGroups",
+    "Piece",
     "Stretch",
     "build_layers",
     "build_module",
@@ -101,14 +103,24 @@ def _digest(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
+class Piece(NamedTuple):
+    """Elements of a parameter, in the stretch from ``start`` to ``stop``, in the parameter from ``offset`` on."""
+
+    name: str  # in the layer
+    start: int
+    stop: int
+    offset: int
+    numel: int  # of the whole parameter
+
+
 class Stretch(NamedTuple):
-    """Part of a layer's flat vectors that one optimizer group owns."""
+    """Part of a layer's flat vectors that one optimizer group owns, as far as this rank holds it."""
 
     layer: int
     group: int
     parameters: Tensor
     gradients: Tensor
-    slices: tuple[tuple[str, int, int], ...]  # name in the layer, first element and one past the last
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,31 +130,33 @@ class BuiltLayers:
 
     layers: Mapping[Held, Layer]
     flats: Mapping[Held, FlatLayer]
+    shards: Mapping[Held, tuple[Shard, ...]]  # one for each vector
     groups: tuple[Mapping[str, Any], ...]
     trainable: bool
 
     def stretches(self, *roles: Role) -> list[Stretch]:
-        """The stretches of all flat vectors with one of these roles, in layer order."""
-        return [
-            Stretch(
-                held.layer,
-                segment.group // len(Role),
-                segment.parameters,
-                segment.gradients,
-                _slices(flat, segment),
-            )
-            for held, flat in self.flats.items()
-            for segment in flat.segments
-            if segment.group % len(Role) in roles
-        ]
+        """What this rank holds of the stretches of all flat vectors with one of these roles, in layer order."""
+        found = []
+        for held, flat in self.flats.items():
+            for segment in flat.segments:
+                group, part = divmod(segment.group, len(Role))
+                shard = self.shards[held][segment.vector]
+                start, stop = max(segment.start, shard.start), min(segment.stop, shard.stop)
+                if part in roles and start < stop:
+                    own = slice(start - shard.start, stop - shard.start)
+                    pieces = _pieces(flat, segment.vector, start, stop)
+                    found.append(Stretch(held.layer, group, shard.parameters[own], shard.gradients[own], pieces))
+        return found
 
 
-def _slices(flat: FlatLayer, segment: Segment) -> tuple[tuple[str, int, int], ...]:
-    return tuple(
-        (slot.name, slot.offset - segment.start, slot.end - segment.start)
-        for slot in flat.slots
-        if slot.vector == segment.vector and slot.group == segment.group
-    )
+def _pieces(flat: FlatLayer, vector: int, start: int, stop: int) -> tuple[Piece, ...]:
+    """The parameters of which a vector has elements between start and stop."""
+    found = []
+    for slot in flat.slots:
+        first, last = max(start, slot.offset), min(stop, slot.end)
+        if slot.vector == vector and first < last:
+            found.append(Piece(slot.name, first - start, last - start, first - slot.offset, slot.numel))
+    return tuple(found)
 
 
 def build_layers(
@@ -151,7 +165,9 @@ def build_layers(
     ties: Sequence[Tie],
     random: RandomSource,
     pipeline: Group,
+    replicas: Group,
     *,
+    zero: int,
     param_groups: ParamGroups | None,
     recompute: Sequence[int],
     reference_numerics: bool,
@@ -159,7 +175,7 @@ def build_layers(
 ) -> BuiltLayers:
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
-    ``ties`` are those of all copies of the model.
+    ``ties`` are those of all copies of the model; ``zero`` says what of it ``replicas`` hold in parts.
 
     Raises ``ModelError`` when tied layers do not fit each other.
     """
@@ -173,8 +189,14 @@ def build_layers(
         def group_of(name: str, _: nn.Parameter, place: Held = place) -> int:
             return group_of_name[owner_name(ties, place.layer, name)] * len(Role) + role(ties, modules, place, name)
 
-        flats[place] = FlatLayer(owner, group_of=group_of)
+        def sort_of(name: str, parameter: nn.Parameter, place: Held = place) -> Hashable:
+            # All uses of a tie are cut into the same parts; and biases lie apart, whose gradients are there after I.
+            return tie_of(ties, place.layer, name), parameter.dim() >= 2 or zero < 2
+
+        parts = len(replicas.ranks) if zero else 1
+        flats[place] = FlatLayer(owner, group_of=group_of, sort_of=sort_of, parts=parts)
     share(ties, flats)
+    shards = {place: tuple(Shard(vector, replicas, zero) for vector in flat.vectors) for place, flat in flats.items()}
     scratch = Scratch()
     layers = {}
     for place, built in modules.items():
@@ -192,7 +214,7 @@ def build_layers(
             binding=binding,
             recompute=index in recompute,
         )
-    return BuiltLayers(layers, flats, groups, trainable)
+    return BuiltLayers(layers, flats, shards, groups, trainable)
 
 
 def compile_layer(built: nn.Module, compiler: str) -> None:

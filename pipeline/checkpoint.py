@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from partition import Profile
 from pipeline.build import Stretch
+from pipeline.chunks import Chunk, Entries, ReadPlanner, WritePlanner, sorted_out
 from pipeline.errors import CheckpointError
 from pipeline.mesh import Mesh
 from pipeline.module import Tie
@@ -38,7 +39,7 @@ _PROFILE = "profile.json"
 def save(
     directory: Path,
     step: int,
-    tensors: Mapping[str, Tensor],
+    tensors: Entries,
     header: Mapping[str, Any],
     profile: Profile | None,
     mesh: Mesh,
@@ -65,7 +66,7 @@ def save(
         os.replace(pointer, directory / _LATEST)
 
     _on_first(prepare, directory, mesh)
-    _write(dict(tensors), partial, mesh)
+    _write(tensors, partial, mesh)
     mesh.world.barrier()
     _on_first(publish, directory, mesh)
     return final
@@ -84,16 +85,17 @@ def _on_first(act: Callable[[], None], directory: Path, mesh: Mesh) -> None:
         raise CheckpointError(f"cannot write a checkpoint into {directory}: {told}") from error
 
 
-def _write(tensors: dict[str, Tensor], path: Path, mesh: Mesh) -> None:
+def _write(tensors: Entries, path: Path, mesh: Mesh) -> None:
     """Every rank writes its own tensors; ranks that are threads of one process have one writer."""
     if mesh.size > 1 and mesh.random_lock is None:
-        write(tensors, storage_writer=FileSystemWriter(path))
+        whole, chunks = sorted_out([tensors])
+        write(whole, storage_writer=FileSystemWriter(path), planner=WritePlanner(chunks))
         return
     everyone = mesh.world.all_gather_object(tensors)
     if mesh.rank == 0:
-        merged = {name: tensor for part in everyone for name, tensor in part.items()}
+        whole, chunks = sorted_out(everyone)
         with _for_itself():
-            write(merged, storage_writer=FileSystemWriter(path), no_dist=True)
+            write(whole, storage_writer=FileSystemWriter(path), planner=WritePlanner(chunks), no_dist=True)
 
 
 @contextmanager
@@ -182,11 +184,12 @@ def _misfit(
     return ""
 
 
-def load_tensors(path: Path, wanted: Mapping[str, Tensor]) -> None:
+def load_tensors(path: Path, wanted: Entries) -> None:
     """Fill tensors by name, in place; ``require_fit`` has found that they are there."""
     if wanted:
+        whole, chunks = sorted_out([wanted])
         with _readable(path), _for_itself():
-            load(dict(wanted), storage_reader=FileSystemReader(path), no_dist=True)
+            load(whole, storage_reader=FileSystemReader(path), planner=ReadPlanner(chunks), no_dist=True)
 
 
 def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
@@ -201,35 +204,35 @@ def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
 FlatParameters = Sequence[tuple[Stretch, nn.Parameter]]
 
 
-def optimizer_entries(optimizer: Optimizer, flat: FlatParameters, ties: Sequence[Tie]) -> dict[str, Tensor]:
-    """Each tensor of each parameter's state by name: 1-D, or a scalar that counts for the whole of it."""
-    entries = {}
+def optimizer_entries(optimizer: Optimizer, flat: FlatParameters, ties: Sequence[Tie]) -> dict[str, Tensor | Chunk]:
+    """Each tensor of each parameter's state by name: what this rank holds of it, or a scalar that counts for all."""
+    entries: dict[str, Tensor | Chunk] = {}
     for stretch, parameter in flat:
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                for name, start, stop in stretch.slices:
-                    part = value[start:stop] if value.dim() else value
-                    entries[f"optimizer.{key}.{owner_name(ties, stretch.layer, name)}"] = part
+                for piece in stretch.pieces:
+                    name = f"optimizer.{key}.{owner_name(ties, stretch.layer, piece.name)}"
+                    part = value[piece.start : piece.stop] if value.dim() else value
+                    entries[name] = Chunk(part, piece.offset, piece.numel) if value.dim() else part
     return entries
 
 
 def restore_optimizer(optimizer: Optimizer, flat: FlatParameters, ties: Sequence[Tie], path: Path) -> None:
     """Rebuild the optimizer's state from a checkpoint of any layout."""
     stored = _stored(path)
-    wanted: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor | Chunk] = {}
     for stretch, parameter in flat:
         state: dict[str, Tensor] = {}
-        for name, start, stop in stretch.slices:
-            for key, entry in _entries_of(stored, owner_name(ties, stretch.layer, name)):
-                dtype = entry.properties.dtype
+        for piece in stretch.pieces:
+            owner = owner_name(ties, stretch.layer, piece.name)
+            for key, entry in _entries_of(stored, owner):
+                dtype, name = entry.properties.dtype, f"optimizer.{key}.{owner}"
                 if len(entry.size) == 0:
-                    part = state.setdefault(
-                        key, torch.zeros((), dtype=dtype, device=_scalar_device(optimizer, parameter))
-                    )
+                    device = _scalar_device(optimizer, parameter)
+                    wanted[name] = state.setdefault(key, torch.zeros((), dtype=dtype, device=device))
                 else:
                     whole = state.setdefault(key, torch.zeros(parameter.shape, dtype=dtype, device=parameter.device))
-                    part = whole[start:stop]
-                wanted[f"optimizer.{key}.{owner_name(ties, stretch.layer, name)}"] = part
+                    wanted[name] = Chunk(whole[piece.start : piece.stop], piece.offset, piece.numel)
         if state:
             optimizer.state[parameter] = state
     load_tensors(path, wanted)

@@ -39,6 +39,18 @@ class PipelineConfig(BaseModel):
     data_parallel: int = Field(1, ge=1)
     """Copies of the whole pipeline; pipeline ranks = world size / data_parallel."""
 
+    zero: int = Field(0, ge=0, le=3)
+    """What data-parallel ranks hold in parts instead of whole: nothing (0), optimizer state (1), gradients as well (2),
+    parameters as well (3)."""
+
+    zero_reduce_every: Literal["micro_batch", "step"] = "micro_batch"
+    """When ZeRO 2 and 3 sum gradients: layer by layer behind every micro-batch, so that none is ever whole but the one
+    at hand, or once a step, which sends half as much or less and keeps whole gradients until then."""
+
+    zero_whole_layers: int = Field(2, ge=1)
+    """Layers of a stage whose parameters ZeRO 3 has whole at once: those in use and those fetched ahead. A stage of no
+    more layers stays whole from pass to pass as long as its rank runs no other."""
+
     # What runs where
     partition: PartitionSetting = "profile"
     """Where the layer list is cut: profile (equal measured time), parameters (equal parameter count), uniform

@@ -119,6 +119,7 @@ class Engine:
             update.step()
         finally:  # where the optimizer raises, its gradients must not be added to those of the next step
             runner.zero_gradients()
+            runner.updated()
         self.steps += 1
         self.stats = StepStats(closing.span, 1 - sum(closing.busy) / (closing.span * self.mesh.size), norm)
         return closing.loss
@@ -158,7 +159,8 @@ class Engine:
         its first layer.
         """
         runner = self._planned()
-        return gather_to_first(named_state(runner.built, runner.all_ties).owned, self.mesh)
+        with runner.whole():
+            return gather_to_first(named_state(runner.built, runner.all_ties).owned, self.mesh)
 
     def load_full_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Set all parameters and buffers from what ``full_state_dict`` gave, passed on every rank.  Collective.
@@ -166,7 +168,8 @@ class Engine:
         Raises ``StateError`` on every rank, with nothing changed, when names or shapes are not those of the model.
         """
         runner = self._planned()
-        load_named(named_state(runner.built, runner.all_ties), values, self.mesh.world)
+        with runner.whole():
+            load_named(named_state(runner.built, runner.all_ties), values, self.mesh.world)
 
     def save_checkpoint(self, directory: str | Path) -> Path:
         """Write a checkpoint into a directory of checkpoints, on any layout to be loaded on any other.  Collective.
@@ -175,14 +178,15 @@ class Engine:
         """
         runner = self._planned()
         ties, updater = runner.all_ties, runner.update
-        tensors = {f"model.{name}": t for name, t in named_state(runner.built, ties).owned.items()}
+        tensors: dict[str, Any] = {f"model.{name}": t for name, t in named_state(runner.built, ties).owned.items()}
         header: dict[str, Any] = {"steps": self.steps, "seed": self.config.seed, "layers": len(self.module)}
         if updater is not None:
             header["optimizer"] = type(updater.optimizer).__name__
             tensors |= checkpoint.optimizer_entries(updater.optimizer, updater.flat, ties)
             header["groups"] = updater.settings()
             header["scheduler"] = updater.scheduler.state_dict() if updater.scheduler is not None else None
-        return checkpoint.save(Path(directory), self.steps, tensors, header, self.profile, self.mesh)
+        with runner.whole():
+            return checkpoint.save(Path(directory), self.steps, tensors, header, self.profile, self.mesh)
 
     def load_checkpoint(self, path: str | Path) -> Path:
         """Go on from a checkpoint, or from the latest of a directory: the same bits as without the stop.  Collective.
@@ -205,7 +209,8 @@ class Engine:
         tensors = {f"model.{name}": t for name, t in (*state.owned.items(), *state.copies.items())}
         optimizer = None if runner.update is None else runner.update.optimizer
         checkpoint.require_fit(found, header, tensors, optimizer, self.mesh)
-        checkpoint.load_tensors(found, tensors)
+        with runner.whole():
+            checkpoint.load_tensors(found, tensors)
         if runner.update is not None and "groups" in header:
             checkpoint.restore_optimizer(runner.update.optimizer, runner.update.flat, runner.all_ties, found)
             runner.update.restore(header["groups"], header["scheduler"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from pipeline.stage import Stage, StagePass
 from pipeline.step import Failure, Key, Step
 from pipeline.watch import Board
 from schedules import Action, Instruction, Kind, Op, Pair, Program
+from schedules.action import actions_of
 
 __all__ = ["Executor"]
 
@@ -27,7 +29,8 @@ __all__ = ["Executor"]
 class _Operation(NamedTuple):
     """One instruction, compiled: wait for what it needs, then run it; ``slot`` is its place in the row, or -1.
 
-    One that ``lasts`` is written on the board; starting a transfer is not.
+    One that ``lasts`` is written on the board; starting a transfer is not.  Where the step has failed ``make_up`` runs
+    instead, or after it, for what replicas wait for.
     """
 
     run: Callable[[], None]
@@ -35,14 +38,15 @@ class _Operation(NamedTuple):
     waits: tuple[Callable[[], None], ...] = ()
     slot: int = -1
     action: Action | None = None
+    make_up: Callable[[], None] | None = None
 
 
 class Executor:
     """Runs one rank's row of a Program.
 
-    ``peers`` maps pipeline ranks, as the Program counts them, to ranks of the link.  ``reduce`` is called for
-    each stage when its last gradient is complete.  With ``batch_weights`` the first of several W of a stage that stand
-    side by side in the row does the work of all, and the stamps of the others enclose nothing.
+    ``peers`` maps pipeline ranks, as the Program counts them, to ranks of the link.  With ``batch_weights`` the first
+    of several W of a stage that stand side by side in the row does the work of all, and the stamps of the others
+    enclose nothing.
     """
 
     def __init__(
@@ -57,7 +61,6 @@ class Executor:
         *,
         depth: int,
         batch_weights: bool,
-        reduce: Callable[[Stage], None],
     ) -> None:
         self.program = program
         self.schedule = program.schedule
@@ -67,7 +70,6 @@ class Executor:
         self._peers = peers
         self._board = board
         self._device = device
-        self._reduce = reduce
         self._step: Step
         self._inboxes: dict[tuple[int, int], Inbox] = {}
         for peer in range(self.schedule.ranks):
@@ -86,13 +88,16 @@ class Executor:
     def _compile(self) -> list[_Operation]:
         slot = 0
         code = []
-        for instruction in self.program.rows[self.rank]:
+        for index, instruction in enumerate(self.program.rows[self.rank]):
             if isinstance(instruction.action, Pair) and instruction.op is Op.PAIR:
                 code += self._pair(instruction.action, slot)
                 slot += 1
             elif instruction.op in _COMPUTE and isinstance(instruction.action, Action):
                 code.append(self._compute(instruction.action, slot))
                 slot += 1
+            elif instruction.op in _SHARED:
+                run = self._share(instruction, index)
+                code.append(_Operation(run, instruction.op is not Op.UNSHARD))
             else:
                 code.append(_Operation(self._transfer(instruction), instruction.op not in _STARTING))
         return code
@@ -107,18 +112,33 @@ class Executor:
             run = partial(self._weight_gradients, stage, self._together.get(slot, (micro_batch,)))
         else:
             run = partial(self._gradients, stage, micro_batch, previous, kind is Kind.I)
-        return _Operation(run, True, self._waits(action), slot, action)
+        parts = stage.parts
+        return _Operation(
+            run, True, self._waits(action), slot, action, None if parts is None else partial(parts.make_up, kind)
+        )
 
     def _pair(self, pair: Pair, slot: int) -> list[_Operation]:
         """Two actions as one instruction: wait for both, run both, one stamp from the first to the second."""
         first, second = self._compute(pair.first, slot), self._compute(pair.second, slot)
         both = (*first.waits, *second.waits)
 
-        def run() -> None:
-            first.run()
-            second.run()
+        half = False
 
-        return [_Operation(run, True, both, slot, pair.first)]
+        def run() -> None:
+            nonlocal half
+            first.run()
+            half = True
+            second.run()
+            half = False
+
+        def make_up() -> None:
+            nonlocal half
+            for one in (second,) if half else (first, second):
+                if one.make_up is not None:
+                    one.make_up()
+            half = False
+
+        return [_Operation(run, True, both, slot, pair.first, make_up)]
 
     def _waits(self, action: Action) -> tuple[Callable[[], None], ...]:
         stage, kind, micro_batch = action
@@ -136,12 +156,24 @@ class Executor:
         at, key = Crossing(source, micro_batch), (stage, micro_batch)
         return (partial(self._await_gradients, self._inboxes[peer, LANE_B], peer, at, key),)
 
+    def _share(self, instruction: Instruction, index: int) -> Callable[[], None]:
+        """What replicas of a stage do together; nothing where there is one."""
+        shards = self._stages[instruction.stage].shards
+        if shards is None:
+            return _do_nothing
+        if instruction.op is Op.RESHARD:
+            return shards.reshard
+        if instruction.op is Op.REDUCE_GRAD:
+            return shards.reduce
+        row = self.program.rows[self.rank]
+        passes = (i.action for i in islice(row, index, None) if i.op in _COMPUTE or i.op is Op.PAIR)
+        kinds = (frozenset(a.kind for a in actions_of(entry) if a.stage == instruction.stage) for entry in passes if entry)
+        return partial(shards.unshard, next(kind for kind in kinds if kind))
+
     def _transfer(self, instruction: Instruction) -> Callable[[], None]:
-        op, action, peer, stage = instruction
-        if op is Op.REDUCE_GRAD:
-            return partial(self._reduce, self._stages[stage])
+        op, action, peer, _ = instruction
         if op is Op.STEP:
-            return self._finish_sends
+            return self._finish
         if not isinstance(action, Action):
             raise LinkError(f"the program holds {instruction}, which this executor does not know")
         if op in (Op.RECV_F, Op.RECV_B):
@@ -173,7 +205,7 @@ class Executor:
         try:
             for inbox in self._inboxes.values():
                 inbox.open(step.forms)
-            for index, (run, lasts, waits, slot, action) in enumerate(self.code):
+            for index, (run, lasts, waits, slot, action, make_up) in enumerate(self.code):
                 if lasts:
                     board.at(index)
                 for wait in waits:
@@ -189,6 +221,10 @@ class Executor:
                         self._fail(error, str(action or self.program.rows[self.rank][index]))
                         if action is None:
                             run()  # a SEND whose value did not fit: send what is owed to the peer
+                        elif make_up is not None:
+                            make_up()
+                elif make_up is not None:
+                    make_up()
                 if slot >= 0:
                     ends[slot] = clock()
         finally:
@@ -306,13 +342,17 @@ class Executor:
         for pending in self._step.sending.pop(key, ()):
             pending.wait()
 
-    def _finish_sends(self) -> None:
+    def _finish(self) -> None:
         for key in tuple(self._step.sending):
             self._wait_send(key)
+        for stage in self._stages.values():
+            if stage.shards is not None:
+                stage.shards.settle()
 
 
 _LANES: tuple[tuple[int, Literal["F", "B"]], ...] = ((LANE_F, "F"), (LANE_B, "B"))
 _COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+_SHARED = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 _STARTING = frozenset({Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B})
 
 
@@ -337,6 +377,10 @@ def _side_by_side(row: Sequence[Action | Pair]) -> dict[int, tuple[int, ...]]:
             first = entry.stage, slot
             found[slot] = (entry.micro_batch,)
     return found
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _present(stage: int | None) -> int:

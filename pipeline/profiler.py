@@ -103,7 +103,7 @@ def _mean(costs: Sequence[LayerCost], speeds: Sequence[float]) -> LayerCost:
 def _measure_layer(layer: Layer, value: Value, kind: str, mesh: Mesh, *, runs: int) -> tuple[Value, LayerCost]:
     result = _measure(layer, value, kind, mesh, runs)
     for vector in layer.flat.vectors if layer.flat is not None else ():
-        for tensor in vector:  # now, and not when Python looks for cycles
+        for tensor in (vector.parameters, vector.gradients):  # now, and not when Python looks for cycles
             tensor.untyped_storage().resize_(0)
     return result
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -24,8 +25,10 @@ from pipeline.step import Failure, Step
 from pipeline.ties import Held, Role, TiedGradients, with_twins
 from pipeline.update import MakeOptimizer, MakeScheduler, Updater, squared_norms
 from pipeline.watch import At
+from pipeline.zero.stage import LayerShards, StageShards
 from schedules import Schedule, lower
 from schedules.restrict import forwards_of, shortened
+from schedules.sharing import Sharing
 
 __all__ = ["Runner"]
 
@@ -48,6 +51,7 @@ class Runner:
         self.schedule = plan.build_schedule()
         self._mesh = mesh
         self._config = config
+        self.zero = config.zero if mesh.data > 1 else 0
         own = self.schedule.stages_of_rank(mesh.pipe_rank)
         layers_of_stage = {stage: _layers_of_stage(stage, self.schedule, plan) for stage in own}
         self.all_ties = with_twins(module, 1 + max(self.schedule.copy_of_stage))
@@ -57,6 +61,8 @@ class Runner:
             self.all_ties,
             random,
             mesh.pipeline,
+            mesh.replicas,
+            zero=self.zero,
             param_groups=param_groups,
             recompute=plan.recompute,
             reference_numerics=config.reference_numerics,
@@ -64,13 +70,19 @@ class Runner:
         )
         ends = {route[-1] for route in self.schedule.routes}
         loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random)
+        self._sharing = _sharing(config, self.zero, self.schedule, plan)
         self.stages = {
-            stage: Stage(stage, [self.built.layers[held] for held in layers], loss if stage in ends else None)
+            stage: Stage(
+                stage,
+                [self.built.layers[held] for held in layers],
+                loss if stage in ends else None,
+                self._shards(stage, layers) if mesh.data > 1 else None,
+            )
             for stage, layers in layers_of_stage.items()
         }
         self.varying = _varying_stages(module, self.schedule, plan)
         self._rank_of_layer = self._world_rank_of_layer()
-        self.ties = TiedGradients(self.all_ties, self.built.flats, self._rank_of_layer, mesh.link)
+        self.ties = TiedGradients(self.all_ties, self.built.shards, self._rank_of_layer, mesh.link)
         mesh.link.connect(self._pairs())
         if make_optimizer is not None and not self.built.trainable:
             raise ModelError("no parameter of the model is trainable; set requires_grad on what is to be trained")
@@ -78,6 +90,28 @@ class Runner:
         self._training: bool | None = None
         self._before: list[Snapshot] = []
         self._executors: dict[tuple[bool, int], Executor] = {}
+
+    def _shards(self, stage: int, layers: Sequence[Held]) -> StageShards:
+        homes = {
+            shard.vector.parameters.untyped_storage()._cdata: shard
+            for shards in self.built.shards.values()
+            for shard in shards
+        }
+        found = []
+        for held in layers:
+            layer, own = self.built.layers[held], self.built.shards.get(held, ())
+            storages = [] if layer.module is None else [p.untyped_storage()._cdata for p in layer.module.parameters()]
+            used = tuple(homes[storage] for storage in dict.fromkeys(storages))
+            matrices = tuple(shard for shard in own if shard.vector.sort[1])
+            found.append(LayerShards(layer, used, matrices, tuple(s for s in own if s not in matrices)))
+        stay = self._sharing.gather != "pass" or stage in self._sharing.stays
+        return StageShards(
+            found,
+            in_parts=self.zero > 0,
+            stay=stay,
+            ahead=self._config.zero_whole_layers - 1,
+            bucketed=self._sharing.reduce == "pass",
+        )
 
     def _world_rank_of_layer(self) -> dict[Held, int]:
         """The rank, in this rank's own pipeline, that holds each copy of each layer."""
@@ -100,7 +134,7 @@ class Runner:
         if found is not None:
             return found
         restrict = shortened if train else forwards_of
-        program = lower(restrict(self.schedule, micro_batches))
+        program = lower(restrict(self.schedule, micro_batches), self._sharing)
         made = Executor(
             program,
             self._mesh.pipe_rank,
@@ -111,7 +145,6 @@ class Runner:
             self._mesh.device,
             depth=self._config.receive_ahead,
             batch_weights=self._config.weight_grad_batching,
-            reduce=self._reduce,
         )
         self._executors[train, micro_batches] = made
         return made
@@ -166,6 +199,7 @@ class Runner:
             losses=step.losses,
             shares=step.shares,
             squared_norms=self._squared_norms() if step.train else [],
+            sharded=self.zero > 0,
         )
 
     def _prepare(self) -> None:
@@ -208,24 +242,51 @@ class Runner:
 
     def _squared_norms(self) -> list[Tensor | float]:
         """The squared norm of each layer's gradients, as far as this rank is the one to count them."""
-        counts = self._mesh.data_rank == 0
+        counts = self.zero or self._mesh.data_rank == 0
         return squared_norms(self.built.stretches(Role.OWNER) if counts else [], self.plan.partition.cuts[-1])
 
     def zero_gradients(self) -> None:
         """Set all gradients of all uses to 0."""
-        for flat in self.built.flats.values():
+        for held, flat in self.built.flats.items():
             flat.zero_gradients()
+            for shard in self.built.shards[held]:
+                shard.zero_gradients()
 
-    def _reduce(self, stage: Stage) -> None:
-        """Sum the gradients of a stage over the copies of the pipeline, layer by layer: the order of a sum then
-        does not depend on which layers make up the stage."""
-        if self._mesh.data == 1:
-            return
-        for layer in stage.layers:
-            if layer.flat is not None:
-                for vector in layer.flat.vectors:
-                    if vector.gradients.numel():
-                        self._mesh.replicas.all_reduce(vector.gradients)
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """While open, all parameters of this rank are whole, and what is written into them on all replicas alike stays.
+        Collective over replicas."""
+        shards = [shard for shards in self.built.shards.values() for shard in shards]
+        for shard in shards:
+            shard.gather()
+        for shard in shards:
+            shard.ready()
+        try:
+            yield
+        finally:
+            for shard in shards:
+                shard.take_from_whole()
+                shard.release()
+
+    def updated(self) -> None:
+        """The optimizer has changed the parameters."""
+        for shards in self.built.shards.values():
+            for shard in shards:
+                shard.updated()
+
+
+def _sharing(config: PipelineConfig, zero: int, schedule: Schedule, plan: Plan) -> Sharing:
+    """How often stages exchange parameters and gradients with their replicas."""
+    small = [
+        stage
+        for stage, group in enumerate(schedule.layer_group_of_stage)
+        if len(plan.partition.layers_of(group)) <= config.zero_whole_layers
+    ]
+    return Sharing(
+        "never" if zero == 0 else "step" if zero < 3 else "pass",
+        "pass" if zero >= 2 and config.zero_reduce_every == "micro_batch" else "step",
+        frozenset(small),
+    )
 
 
 def _layers_of_stage(stage: int, schedule: Schedule, plan: Plan) -> list[Held]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from pipeline.errors import LossError
 from pipeline.gradients.queue import drain_together
 from pipeline.layer import Gradients, Layer, LayerCall, Place
 from pipeline.shapes import Value, flatten, unflatten
+
+if TYPE_CHECKING:
+    from pipeline.zero.stage import StageShards
 
 __all__ = ["Stage", "StagePass", "with_targets"]
 
@@ -31,13 +35,19 @@ class StagePass:
 class Stage:
     """Layers ``[first, first + len(layers))`` of the list.
 
-    ``loss`` is the loss as one more layer, on the last stage of a route, else None.
+    ``loss`` is the loss as one more layer, on the last stage of a route, else None.  ``shards`` is what the stage
+    shares with the same stage of other pipelines, None where there is only one, ``parts`` the same as far as passes
+    have to ask it for what ranks hold in parts.
     """
 
-    def __init__(self, number: int, layers: Sequence[Layer], loss: Layer | None) -> None:
+    def __init__(
+        self, number: int, layers: Sequence[Layer], loss: Layer | None, shards: StageShards | None = None
+    ) -> None:
         self.number = number
         self.layers = tuple(layers)
         self.loss = loss
+        self.shards = shards
+        self.parts = shards if shards is not None and shards.in_parts else None
 
     def train(self, mode: bool) -> None:
         for layer in self.layers:
@@ -46,7 +56,7 @@ class Stage:
 
     def forward(self, value: Value, place: Place, passage: StagePass, targets: Any = None) -> tuple[Value, Value]:
         """Run the layers; returns what the last layer gave, and what to hand on: the same, or the loss."""
-        for layer in self.layers:
+        for layer in self.layers if self.parts is None else self.parts.forward():
             passage.current = layer
             value, call = layer.forward(value, place)
             passage.calls.append(call)
@@ -66,7 +76,7 @@ class Stage:
         self, value: Value, place: Place, passage: StagePass, targets: Any, with_loss: bool
     ) -> tuple[Value, Value]:
         """As ``forward``, without gradients; the loss only where it is asked for."""
-        for layer in self.layers:
+        for layer in self.layers if self.parts is None else self.parts.forward():
             passage.current = layer
             value, losses = layer.infer(value, place)
             passage.losses += losses
@@ -85,11 +95,10 @@ class Stage:
         On the last stage of a route the gradient starts at the loss, with the micro-batch's share of the step.  Where
         that is 0 none does: the mean over no samples is not a number, and has no part in the step.
         """
-        layers = self.layers
+        layers = reversed(self.layers) if self.parts is None else self.parts.backward(defer=defer)
         if self.loss is not None:
-            layers = (*self.layers, self.loss)
             gradients = [torch.full_like(x, loss_scale) if loss_scale else None for x in passage.calls[-1].outputs]
-        for layer, call in zip(reversed(layers), reversed(passage.calls), strict=True):
+        for layer, call in zip(self._behind_loss(layers), reversed(passage.calls), strict=True):
             passage.current = layer
             gradients = layer.backward(call, gradients, loss_scale, defer=defer)
         passage.current = None
@@ -99,14 +108,18 @@ class Stage:
         """The products that a deferred backward left, from the last layer to the first; of several in one."""
         if not passages:
             return
-        first, layers = passages[0], self.layers if self.loss is None else (*self.layers, self.loss)
-        for layer, *calls in zip(reversed(layers), *(reversed(p.calls) for p in passages), strict=True):
+        first, layers = passages[0], reversed(self.layers) if self.parts is None else self.parts.weights()
+        for layer, *calls in zip(self._behind_loss(layers), *(reversed(p.calls) for p in passages), strict=True):
             first.current = layer
             if len(calls) == 1:
                 calls[0].queue.drain()
             else:
                 drain_together([call.queue for call in calls])
         first.current = None
+
+    def _behind_loss(self, layers: Iterator[Layer]) -> Iterable[Layer]:
+        """The layers of a backward: the loss first, where this stage has it."""
+        return layers if self.loss is None else chain((self.loss,), layers)
 
 
 def with_targets(output: Value, targets: Any) -> Value:

@@ -15,8 +15,9 @@ from pipeline.errors import ModelError
 from pipeline.gradients.flat import FlatLayer
 from pipeline.links.protocol import LANE_CONTROL, Link
 from pipeline.module import PipelineModule, Tie, Use
+from pipeline.zero.shard import Shard
 
-__all__ = ["Held", "Role", "TiedGradients", "owner_name", "role", "separate", "share", "with_twins"]
+__all__ = ["Held", "Role", "TiedGradients", "owner_name", "role", "separate", "share", "tie_of", "with_twins"]
 
 
 class Held(NamedTuple):
@@ -85,6 +86,11 @@ def owner_name(ties: Sequence[Tie], layer: int, parameter: str) -> str:
     return f"layers.{layer}.{parameter}"
 
 
+def tie_of(ties: Sequence[Tie], layer: int, parameter: str) -> str:
+    """The name of the tie that a parameter is in, nothing where it is in none."""
+    return next((tie.name for tie in ties if _uses(tie, layer, parameter)), "")
+
+
 def _uses(tie: Tie, layer: int, parameter: str) -> bool:
     return any(use.layer == layer and use.parameter in (None, parameter) for use in tie.uses)
 
@@ -122,6 +128,7 @@ def share(ties: Sequence[Tie], flats: Mapping[Held, FlatLayer]) -> None:
                 )
             for mine, name in zip(first.values(), other, strict=True):
                 flats[_held(use)].borrow(name, mine.data)
+            flats[_held(use)].drop_unused()
 
 
 def _parameters(use: Use, flats: Mapping[Held, FlatLayer]) -> dict[str, nn.Parameter]:
@@ -137,13 +144,24 @@ class TiedGradients:
     """
 
     def __init__(
-        self, ties: Sequence[Tie], flats: Mapping[Held, FlatLayer], rank_of_layer: Mapping[Held, int], link: Link
+        self,
+        ties: Sequence[Tie],
+        shards: Mapping[Held, Sequence[Shard]],
+        rank_of_layer: Mapping[Held, int],
+        link: Link,
     ) -> None:
         self._link = link
         self._all = ties
-        self._ties = [tie for tie in ties if any(_held(use) in flats for use in tie.uses)]
-        self._flats = flats
         self._rank_of_layer = rank_of_layer
+        self._ties = []
+        for tie in ties:
+            local = {
+                use: [s for s in shards[_held(use)] if s.vector.sort[0] == tie.name and s.gradients.numel()]
+                for use in tie.uses
+                if _held(use) in shards
+            }
+            if any(local.values()):
+                self._ties.append((tie, local))
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
@@ -153,31 +171,19 @@ class TiedGradients:
 
     def add(self) -> None:
         """Collective over the ranks that hold uses; afterwards each rank's first use holds the sum."""
-        for tie in self._ties:
-            local = {use: self._gradients(use) for use in tie.uses if _held(use) in self._flats}
-            sizes = [g.numel() for g in next(iter(local.values()))]
-            if not sizes:
-                continue
+        for tie, local in self._ties:
             terms = self._terms(tie, local)
             total = terms[0].clone()
             for term in terms[1:]:
                 total += term
             first = next(iter(local.values()))
-            for gradient, part in zip(first, total.split(sizes), strict=True):
-                gradient.copy_(part.view(gradient.shape))
+            for shard, part in zip(first, total.split([s.gradients.numel() for s in first]), strict=True):
+                shard.gradients.copy_(part)
 
-    def _gradients(self, use: Use) -> list[Tensor]:
-        gradients = self._flats[_held(use)].gradients()
-        return (
-            list(gradients.values())
-            if use.parameter is None
-            else [g for name, g in gradients.items() if name == use.parameter]
-        )
-
-    def _terms(self, tie: Tie, local: Mapping[Use, list[Tensor]]) -> list[Tensor]:
+    def _terms(self, tie: Tie, local: Mapping[Use, list[Shard]]) -> list[Tensor]:
         """The gradient of every use as a vector, in the order of uses; those of other ranks are exchanged."""
         here = self._link.rank
-        vectors = {use: torch.cat([g.reshape(-1) for g in gradients]) for use, gradients in local.items()}
+        vectors = {use: torch.cat([s.gradients for s in shards]) for use, shards in local.items()}
         like = next(iter(vectors.values()))
         others = sorted({self._rank_of_layer[_held(use)] for use in tie.uses} - {here})
         sends = [self._link.send(peer, vector, LANE_CONTROL) for peer in others for vector in vectors.values()]

@@ -17,11 +17,12 @@ from schedules.messages import messages
 from schedules.program import ACTION, CODE, OP, PEER, Op, Program
 from schedules.prove import prove
 from schedules.schedule import Schedule
-from schedules.table import JOINED, KIND, STAGE, B, F, W
+from schedules.sharing import ALONE, Sharing, gathers
+from schedules.table import JOINED, KIND, STAGE, B, F
 
-# Behind an entry, at its place in the line: its results (two of a Pair), sends whose completion it proves,
-# and reductions of stages that it finishes.
-RESULT, DONE_SENDING, REDUCTION, PLACES = 1, 3, 4, 5
+# At its place in the line, before an entry: the gathering of its parameters. Behind it: its results (two of a Pair),
+# sends whose completion it proves, parameters that go, and reductions of stages that it finishes.
+GATHER, ENTRY, RESULT, DONE_SENDING, RELEASE, REDUCTION, PLACES = 0, 1, 2, 4, 5, 6, 7
 
 Integers = NDArray[np.intp]
 
@@ -41,8 +42,11 @@ class Mail(NamedTuple):
     """Where in the line it is sent and received."""
 
 
-def lower(schedule: Schedule) -> Program:
+def lower(schedule: Schedule, sharing: Sharing = ALONE) -> Program:
     """The program of a schedule, proved free of deadlock under sends that block until they are received.
+
+    ``sharing`` says where the program exchanges parameters and gradients with other pipelines, which run the same one:
+    they come to these instructions in the same order.
 
     A send is completed (WAIT_SEND) where a later message from its receiver shows that it has arrived, so that
     the wait costs nothing; where no such message follows, before the step. A program without backward has
@@ -50,7 +54,7 @@ def lower(schedule: Schedule) -> Program:
     """
     line = _line(schedule)
     mail = _mail(schedule, line)
-    rows = _rows(schedule, line, mail, _end_of_sends(schedule, mail, line))
+    rows = _rows(schedule, line, mail, _end_of_sends(schedule, mail, line), sharing)
     program = Program(
         schedule,
         np.concatenate(rows),
@@ -66,7 +70,7 @@ def _line(schedule: Schedule) -> Integers:
     passes = np.bincount(entries.of_action, weights=1.0 + (schedule.actions[:, KIND] == B)).astype(np.float64)
     start, _ = earliest(entries.starts, senders, np.zeros(senders.shape), passes, schedule.describe)
     place = np.empty(len(start), dtype=np.intp)
-    place[np.lexsort((entries.rank, start))] = np.arange(len(start)) * PLACES
+    place[np.lexsort((entries.rank, start))] = np.arange(len(start)) * PLACES + ENTRY
     return place
 
 
@@ -75,7 +79,7 @@ def _mail(schedule: Schedule, line: Integers) -> Mail:
     entries = schedule.entries
     producer, consumer = messages(schedule)
     entry = entries.of_action[producer]
-    place = line[entry] + RESULT + (producer - entries.first_action[entry])
+    place = line[entry] + RESULT - ENTRY + (producer - entries.first_action[entry])
     order = np.argsort(place)
     producer, consumer, place = producer[order], consumer[order], place[order]
     rank = schedule.rank_of_action
@@ -101,11 +105,13 @@ def _end_of_sends(schedule: Schedule, mail: Mail, line: Integers) -> Integers:
         soonest = np.minimum.accumulate(taken_in[::-1])[::-1]  # by any reply from this one on
         reply = np.searchsorted(made_by, of_action[mail.consumer[sent]])
         shown = reply < len(replies)
-        end[sent[shown]] = soonest[reply[shown]] + DONE_SENDING
+        end[sent[shown]] = soonest[reply[shown]] + DONE_SENDING - ENTRY
     return end
 
 
-def _rows(schedule: Schedule, line: Integers, mail: Mail, end_of_send: Integers) -> list[NDArray[np.int32]]:
+def _rows(
+    schedule: Schedule, line: Integers, mail: Mail, end_of_send: Integers, sharing: Sharing
+) -> list[NDArray[np.int32]]:
     """The table of every rank."""
     actions, entries = schedule.actions, schedule.entries
     kind = actions[:, KIND]
@@ -114,7 +120,7 @@ def _rows(schedule: Schedule, line: Integers, mail: Mail, end_of_send: Integers)
     send = np.where(forward, CODE[Op.SEND_F], CODE[Op.SEND_B])
     receive = np.where(forward, CODE[Op.RECV_F], CODE[Op.RECV_B])
     sent_by, received_by = _by_key(mail.source), _by_key(mail.destination)
-    reduction, behind_all = _reductions(schedule, line), _behind_all(line)
+    behind_all = _behind_all(line)
 
     rows = []
     none = np.zeros(0, dtype=np.intp)
@@ -127,9 +133,9 @@ def _rows(schedule: Schedule, line: Integers, mail: Mail, end_of_send: Integers)
             _items(mail.place[received], receive[received], mail.consumer[received], mail.source[received]),
             _items(end_of_send[sent], CODE[Op.WAIT_SEND], mail.producer[sent], mail.destination[sent]),
         ]
+        items += _gathers(schedule, line[own], rank, sharing)
         if not schedule.forward_only:
-            stages = np.array(schedule.stages_of_rank(rank), dtype=np.intp)
-            items.append(_items(reduction[stages], CODE[Op.REDUCE_GRAD], stages))
+            items.append(_items(*_reductions(schedule, line, rank, sharing)))
             items.append(_items(np.array([behind_all + 1]), CODE[Op.STEP], -1))
         row = np.concatenate(items)
         rows.append(row[np.argsort(row[:, 0], kind="stable"), 1:].astype(np.int32))
@@ -146,13 +152,31 @@ def _items(place: Integers, op: Integers | int, number: Integers | int, peer: In
     return items
 
 
-def _reductions(schedule: Schedule, line: Integers) -> Integers:
-    """For each stage the place behind its last B or W."""
-    actions = schedule.actions
-    last = np.zeros(schedule.num_stages, dtype=np.intp)
-    finishing = np.flatnonzero((actions[:, KIND] == B) | (actions[:, KIND] == W))
-    np.maximum.at(last, actions[finishing, STAGE], line[schedule.entries.of_action[finishing]] + REDUCTION)
-    return last
+def _gathers(schedule: Schedule, line: Integers, rank: int, sharing: Sharing) -> list[Integers]:
+    """UNSHARD and RESHARD of a rank, whose entries have these places in the line."""
+    if sharing.gather == "never" or not len(line):
+        return []
+    if sharing.gather == "step":  # in the order of first use; nothing of a step comes before
+        used = list(dict.fromkeys(schedule.table(rank)[:, STAGE].tolist()))
+        return [_items(np.full(len(used), line[0] - ENTRY + GATHER), CODE[Op.UNSHARD], np.array(used))]
+    found = np.array(list(gathers(schedule.rows[rank], sharing)), dtype=np.intp).reshape(-1, 3)
+    entry, stage, comes = found.T
+    place = line[entry] - ENTRY + np.where(comes, GATHER, RELEASE)
+    return [_items(place, np.where(comes, CODE[Op.UNSHARD], CODE[Op.RESHARD]), stage)]
+
+
+def _reductions(schedule: Schedule, line: Integers, rank: int, sharing: Sharing) -> tuple[Integers, int, Integers]:
+    """REDUCE_GRAD of a rank: behind every B, I and W, or behind the last of each stage."""
+    table = schedule.table(rank)
+    adding = np.flatnonzero(table[:, KIND] != F)
+    place = line[schedule.entries.of_action[schedule.row_starts[rank] + adding]] + REDUCTION - ENTRY
+    stage = table[adding, STAGE]
+    if sharing.reduce == "step":
+        stages = np.array(schedule.stages_of_rank(rank), dtype=np.intp)
+        last = np.zeros(schedule.num_stages, dtype=np.intp)
+        np.maximum.at(last, stage, place)
+        place, stage = last[stages], stages
+    return place, CODE[Op.REDUCE_GRAD], stage
 
 
 def _behind_all(line: Integers) -> int:

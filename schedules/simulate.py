@@ -188,6 +188,8 @@ def _shared(program: Program, costs: Costs) -> _Beside:
     seconds = np.zeros(len(found))
     for code, name in SHARED.items():
         seconds[op == code] = costs.per_stage(name, schedule.num_stages)[stage[op == code]]
+    # What an I does not leave to its W are biases and the like: next to nothing.
+    seconds[(op == CODE[Op.REDUCE_GRAD]) & (table[pass_of[before], OP] == CODE[Op.I])] = 0.0
 
     waited_by = np.full(len(found), NOBODY, dtype=np.intp)
     for one in np.flatnonzero(op == CODE[Op.UNSHARD]).tolist():

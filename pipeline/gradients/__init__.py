@@ -1,7 +1,7 @@
 """Gradients: the split of backward into I and W, and the vectors in which they accumulate."""
 
 from pipeline.gradients.binding import Binding
-from pipeline.gradients.flat import FlatLayer, FlatVector, Segment, Slot, share_storage
+from pipeline.gradients.flat import FlatLayer, FlatVector, Segment, Slot
 from pipeline.gradients.queue import WeightGradQueue, drain_together
 from pipeline.gradients.report import SplitReport, Weight
 from pipeline.gradients.scratch import Scratch
@@ -18,7 +18,6 @@ __all__ = [
     "Weight",
     "WeightGradQueue",
     "drain_together",
-    "share_storage",
     "split",
     "unsplit",
 ]

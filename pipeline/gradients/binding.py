@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from pipeline.gradients.flat import FlatLayer
+from pipeline.gradients.flat import FlatLayer, view_of
 from pipeline.gradients.queue import WeightGradQueue
 from pipeline.gradients.report import SplitReport, Weight
 from pipeline.gradients.scratch import Scratch
@@ -100,6 +100,21 @@ class Binding:
                 entries.append(Weight(name, parameter.numel(), reason, operators))
         return SplitReport(tuple(entries))
 
+    def defers_all(self) -> bool:
+        """Whether the backward that has just run has added nothing to the gradient of any matrix: all is in the queue.
+
+        What autograd adds raises the version of a gradient, so that nothing is taken for deferred that is not.
+        """
+        for parameter in self.flat.trainable().values():
+            if parameter.dim() >= 2:
+                target = self._targets.get(id(parameter))
+                clean = target is not None and target.sites and not target.late and not target.mixed
+                if not clean or target is None or any(site.ordinary for site in target.sites):
+                    return False
+                if target.preset._version != target.additions:
+                    return False
+        return True
+
     def site(
         self, operator: Operator, weight: Tensor, bias: nn.Parameter | None = None, details: Hashable = None
     ) -> Site | None:
@@ -124,7 +139,7 @@ class Binding:
         gradient, plain = target.gradient, target.plain
         if weight is not parameter:
             start = weight.storage_offset() - parameter.storage_offset()
-            gradient = gradient.as_strided(weight.shape, weight.stride(), start + gradient.storage_offset())
+            gradient = view_of(gradient, weight.shape, weight.stride(), start + gradient.storage_offset())
             plain = plain.as_strided(weight.shape, weight.stride(), weight.storage_offset())
         bias_target = None if bias is None or not bias.requires_grad else self._target(bias)
         site = Site(self, operator, target, plain, gradient, bias, bias_target, details)

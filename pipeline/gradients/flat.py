@@ -1,8 +1,8 @@
-"""A layer's parameters and gradients as views of contiguous vectors, one pair of vectors for each dtype."""
+"""A layer's parameters and gradients as views of contiguous vectors, one pair of vectors for each kind of parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ ALIGNMENT = 64
 """Bytes to which the start of every parameter is padded: a cache line, and the width of the widest vector load."""
 
 FROZEN = -1
-"""The group of parameters that need no gradient; they stand behind the trainable ones in their vector."""
+"""The group of parameters that need no gradient; they have vectors of their own."""
 
 
 class Slot(NamedTuple):
@@ -35,21 +35,23 @@ class Slot(NamedTuple):
 
 
 class FlatVector(NamedTuple):
-    """All parameters of one dtype, and the gradients of the trainable ones, which stand first."""
+    """All parameters of one kind, and their gradients: as many elements, or none where they are frozen.
+
+    ``sort`` is what ``sort_of`` said of each of them.
+    """
 
     parameters: Tensor
     gradients: Tensor
+    sort: Hashable = None
 
 
 class Segment(NamedTuple):
-    """What one optimizer group owns of one vector: two 1-D views of equal length, padding (always 0) included."""
+    """What one optimizer group owns of one vector: elements start to stop, padding (always 0) included."""
 
     group: int
     vector: int
     start: int
     stop: int
-    parameters: Tensor
-    gradients: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,18 +91,27 @@ class FlatLayer:
         *,
         accumulate_dtype: torch.dtype | None = None,
         group_of: Callable[[str, nn.Parameter], int] | None = None,
+        sort_of: Callable[[str, nn.Parameter], Hashable] | None = None,
+        parts: int = 1,
     ) -> None:
         named = dict(module.named_parameters())
         self.module = module
         self.step = 0
-        self.slots, lengths = _lay_out(named, group_of or (lambda name, parameter: 0))
-        self.vectors = tuple(_allocate(*length, accumulate_dtype) for length in lengths)
+        groups = {
+            name: (group_of(name, p) if group_of else 0) if p.requires_grad else FROZEN for name, p in named.items()
+        }
+        kinds = {
+            name: _Kind(p.dtype, p.device, p.requires_grad, sort_of(name, p) if sort_of else None)
+            for name, p in named.items()
+        }
+        self.slots, lengths = _lay_out(named, groups, kinds, parts)
+        self.vectors = tuple(_allocate(kind, length, accumulate_dtype) for kind, length in lengths.items())
         self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         self._borrowed: dict[str, Tensor] = {}  # values that are another layer's, by name
         trainable = []
         for slot in self.slots:
             parameter = named[slot.name]
-            values, gradients = self.vectors[slot.vector]
+            values, gradients, _ = self.vectors[slot.vector]
             _move(parameter, values, slot)
             if slot.group != FROZEN:
                 path, _, key = slot.name.rpartition(".")
@@ -116,17 +127,14 @@ class FlatLayer:
             if slot.group != FROZEN:
                 start, stop = bounds.get((slot.vector, slot.group), (slot.offset, slot.end))
                 bounds[slot.vector, slot.group] = (min(start, slot.offset), max(stop, slot.end))
-        segments = []
-        for (vector, group), (start, stop) in sorted(bounds.items()):
-            parameters, gradients = self.vectors[vector]
-            segments.append(Segment(group, vector, start, stop, parameters[start:stop], gradients[start:stop]))
-        return tuple(segments)
+        return tuple(Segment(group, vector, *bound) for (vector, group), bound in sorted(bounds.items()))
 
     def zero_gradients(self) -> None:
-        """Set every gradient to 0, in place: a new step begins."""
+        """Set every gradient that is there to 0, in place: a new step begins."""
         self.step += 1
         for vector in self.vectors:
-            vector.gradients.zero_()
+            if vector.gradients.untyped_storage().nbytes():
+                vector.gradients.zero_()
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The view into which the gradient of a trainable parameter of this layer accumulates; None for others."""
@@ -157,6 +165,13 @@ class FlatLayer:
         """Let a parameter have the values of another layer's, as tied weights do; its gradient stays its own."""
         self.module.get_parameter(name).data = self._borrowed[name] = values
 
+    def drop_unused(self) -> None:
+        """Let go of the memory of vectors all of whose values are another layer's."""
+        kept = {slot.vector for slot in self.slots if slot.name not in self._borrowed}
+        for number, vector in enumerate(self.vectors):
+            if number not in kept:
+                vector.parameters.untyped_storage().resize_(0)
+
     def attach_gradients(self) -> None:
         """Let autograd add into this layer's gradients, whatever `parameter.grad` was made between two steps."""
         for entry in self._trainable.values():
@@ -183,71 +198,68 @@ class FlatLayer:
     def _check_values(self, entry: _Trainable) -> None:
         name, values = entry.slot.name, entry.parameter
         if name in self._borrowed:
-            expected = self._borrowed[name].data_ptr()
+            place, offset = self._borrowed[name], self._borrowed[name].storage_offset()
         else:
-            whole = self.vectors[entry.slot.vector].parameters
-            expected = whole.data_ptr() + entry.slot.offset * whole.element_size()
-        if values.numel() and values.data_ptr() != expected:
+            place, offset = self.vectors[entry.slot.vector].parameters, entry.slot.offset
+        # Storages are compared, and not addresses: where parameters are gathered only while they are used, there are
+        # none in between.
+        moved = values.untyped_storage()._cdata != place.untyped_storage()._cdata or values.storage_offset() != offset
+        if values.numel() and moved:
             raise GradientError(
                 f"the values of {name!r} were replaced: they live in one vector per layer, which the "
                 "optimizer steps on. Change them in place (parameter.copy_(...) under no_grad), not through .data ="
             )
 
 
-def share_storage(first: FlatLayer, second: FlatLayer) -> None:
-    """Make `second`'s parameters views of `first`'s vectors, as tied weights are; gradients stay apart.
+def view_of(tensor: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """A view of the tensor's storage, which may be without its memory for now: torch makes none of such a storage."""
+    storage = tensor.untyped_storage()
+    present = storage.nbytes()
+    if not present:
+        storage.resize_((offset + sum(d * (n - 1) for n, d in zip(shape, stride, strict=True)) + 1) * tensor.itemsize)
+    view = tensor.as_strided(shape, stride, offset)
+    if not present:
+        storage.resize_(0)
+    return view
 
-    Both must hold the same names, shapes, dtypes and groups. Later changes of one module's values are the
-    other's.
-    """
-    if first.slots != second.slots or [v.parameters.dtype for v in first.vectors] != [
-        v.parameters.dtype for v in second.vectors
-    ]:
-        raise GradientError(
-            f"cannot tie {type(second.module).__name__} to {type(first.module).__name__}: parameters "
-            f"{[(s.name, tuple(s.shape)) for s in second.slots]} against "
-            f"{[(s.name, tuple(s.shape)) for s in first.slots]}. Build both from the same specification, frozen "
-            "alike and in the same optimizer groups"
-        )
-    named = dict(second.module.named_parameters())
-    for slot in second.slots:
-        vector = first.vectors[slot.vector].parameters
-        named[slot.name].data = vector[slot.offset : slot.end].view(slot.shape)
-    second.vectors = tuple(
-        FlatVector(mine.parameters, own.gradients) for mine, own in zip(first.vectors, second.vectors, strict=True)
-    )
+
+class _Kind(NamedTuple):
+    """What the parameters of one vector have in common."""
+
+    dtype: torch.dtype
+    device: torch.device
+    trainable: bool
+    sort: Hashable
 
 
 def _lay_out(
-    named: dict[str, nn.Parameter], group_of: Callable[[str, nn.Parameter], int]
-) -> tuple[tuple[Slot, ...], list[tuple[torch.dtype, torch.device, int, int]]]:
-    """Slots in the module's order, and (dtype, device, trainable length, whole length) of each vector, in elements."""
-    kinds = list(dict.fromkeys((p.dtype, p.device) for p in named.values()))
-    groups = {
-        name: group_of(name, parameter) if parameter.requires_grad else FROZEN for name, parameter in named.items()
-    }
+    named: Mapping[str, nn.Parameter], groups: Mapping[str, int], kinds: Mapping[str, _Kind], parts: int
+) -> tuple[tuple[Slot, ...], dict[_Kind, int]]:
+    """Slots in the module's order, and the length of the vector of each kind, in elements."""
     slots: dict[str, Slot] = {}
-    lengths = []
-    for vector, (dtype, device) in enumerate(kinds):
-        members = [name for name, p in named.items() if (p.dtype, p.device) == (dtype, device)]
-        members.sort(key=lambda name: (groups[name] == FROZEN, groups[name]))
-        step = ALIGNMENT // dtype.itemsize
-        trainable = length = 0
+    lengths: dict[_Kind, int] = {}
+    for vector, kind in enumerate(dict.fromkeys(kinds.values())):
+        members = sorted((name for name in named if kinds[name] == kind), key=groups.__getitem__)
+        step = ALIGNMENT // kind.dtype.itemsize
+        length = 0
         for name in members:
             parameter = named[name]
             slots[name] = Slot(name, parameter.shape, vector, length, parameter.numel(), groups[name])
-            length += -(-parameter.numel() // step) * step
-            trainable = trainable if groups[name] == FROZEN else length
-        lengths.append((dtype, device, trainable, length))
+            length += _up(parameter.numel(), step)
+        lengths[kind] = _up(length, parts * step)
     return tuple(slots[name] for name in named), lengths
 
 
-def _allocate(
-    dtype: torch.dtype, device: torch.device, trainable: int, length: int, accumulate: torch.dtype | None
-) -> FlatVector:
-    wide = torch.promote_types(dtype, accumulate or torch.float32)
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _allocate(kind: _Kind, length: int, accumulate: torch.dtype | None) -> FlatVector:
+    wide = torch.promote_types(kind.dtype, accumulate or torch.float32)
     return FlatVector(
-        torch.zeros(length, dtype=dtype, device=device), torch.zeros(trainable, dtype=wide, device=device)
+        torch.zeros(length, dtype=kind.dtype, device=kind.device),
+        torch.zeros(length if kind.trainable else 0, dtype=wide, device=kind.device),
+        kind.sort,
     )
 
 

@@ -66,7 +66,8 @@ def copies_agree(engine: Engine, state: Mapping[str, Tensor]) -> bool:
     runner = engine._planned()
     whole = engine.mesh.world.broadcast_object(dict(state), 0)
     held = named_state(runner.built, runner.all_ties)
-    return all(torch.equal(whole[name], tensor) for name, tensor in (*held.owned.items(), *held.copies.items()))
+    with runner.whole():
+        return all(torch.equal(whole[name], tensor) for name, tensor in (*held.owned.items(), *held.copies.items()))
 
 
 def everywhere(

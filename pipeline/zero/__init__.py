@@ -1,0 +1,1 @@
+"""ZeRO: what data-parallel ranks hold of a stage's parameters, gradients and optimizer state."""
