@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ModelError
-from pipeline.gradients.flat import FlatLayer
+from pipeline.gradients.flat import FlatLayer, Sort
 from pipeline.gradients.scratch import Scratch
 from pipeline.gradients.split import split
 from pipeline.layer import Layer, RandomSource
@@ -189,9 +189,9 @@ def build_layers(
         def group_of(name: str, _: nn.Parameter, place: Held = place) -> int:
             return group_of_name[owner_name(ties, place.layer, name)] * len(Role) + role(ties, modules, place, name)
 
-        def sort_of(name: str, parameter: nn.Parameter, place: Held = place) -> Hashable:
+        def sort_of(name: str, parameter: nn.Parameter, place: Held = place) -> Sort:
             # All uses of a tie are cut into the same parts; and biases lie apart, whose gradients are there after I.
-            return tie_of(ties, place.layer, name), parameter.dim() >= 2 or zero < 2
+            return Sort(tie_of(ties, place.layer, name), parameter.dim() >= 2 or zero < 2)
 
         parts = len(replicas.ranks) if zero else 1
         flats[place] = FlatLayer(owner, group_of=group_of, sort_of=sort_of, parts=parts)

@@ -1,4 +1,4 @@
-"""Parts of vectors in checkpoints: what each rank holds of an entry is written, and read, by where it lies in the whole."""
+"""Parts of vectors in checkpoints: what a rank holds of an entry is written and read by where it lies in the whole."""
 
 from __future__ import annotations
 

@@ -178,14 +178,15 @@ class Engine:
         """
         runner = self._planned()
         ties, updater = runner.all_ties, runner.update
-        tensors: dict[str, Any] = {f"model.{name}": t for name, t in named_state(runner.built, ties).owned.items()}
         header: dict[str, Any] = {"steps": self.steps, "seed": self.config.seed, "layers": len(self.module)}
-        if updater is not None:
-            header["optimizer"] = type(updater.optimizer).__name__
-            tensors |= checkpoint.optimizer_entries(updater.optimizer, updater.flat, ties)
-            header["groups"] = updater.settings()
-            header["scheduler"] = updater.scheduler.state_dict() if updater.scheduler is not None else None
         with runner.whole():
+            state = named_state(runner.built, ties).owned
+            tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in state.items()}
+            if updater is not None:
+                header["optimizer"] = type(updater.optimizer).__name__
+                tensors |= checkpoint.optimizer_entries(updater.optimizer, updater.flat, ties)
+                header["groups"] = updater.settings()
+                header["scheduler"] = updater.scheduler.state_dict() if updater.scheduler is not None else None
             return checkpoint.save(Path(directory), self.steps, tensors, header, self.profile, self.mesh)
 
     def load_checkpoint(self, path: str | Path) -> Path:
@@ -205,11 +206,11 @@ class Engine:
             self.profile = profile
             self._plan(None)
         runner = self._planned()
-        state = named_state(runner.built, runner.all_ties)
-        tensors = {f"model.{name}": t for name, t in (*state.owned.items(), *state.copies.items())}
-        optimizer = None if runner.update is None else runner.update.optimizer
-        checkpoint.require_fit(found, header, tensors, optimizer, self.mesh)
         with runner.whole():
+            state = named_state(runner.built, runner.all_ties)
+            tensors = {f"model.{name}": t for name, t in (*state.owned.items(), *state.copies.items())}
+            optimizer = None if runner.update is None else runner.update.optimizer
+            checkpoint.require_fit(found, header, tensors, optimizer, self.mesh)
             checkpoint.load_tensors(found, tensors)
         if runner.update is not None and "groups" in header:
             checkpoint.restore_optimizer(runner.update.optimizer, runner.update.flat, runner.all_ties, found)

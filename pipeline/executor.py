@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -167,8 +167,8 @@ class Executor:
             return shards.reduce
         row = self.program.rows[self.rank]
         passes = (i.action for i in islice(row, index, None) if i.op in _COMPUTE or i.op is Op.PAIR)
-        kinds = (frozenset(a.kind for a in actions_of(entry) if a.stage == instruction.stage) for entry in passes if entry)
-        return partial(shards.unshard, next(kind for kind in kinds if kind))
+        own = ([a.kind for a in actions_of(entry) if a.stage == instruction.stage] for entry in passes if entry)
+        return partial(shards.unshard, frozenset(next(kinds for kinds in own if kinds)))
 
     def _transfer(self, instruction: Instruction) -> Callable[[], None]:
         op, action, peer, _ = instruction

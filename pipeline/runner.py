@@ -87,6 +87,8 @@ class Runner:
         if make_optimizer is not None and not self.built.trainable:
             raise ModelError("no parameter of the model is trainable; set requires_grad on what is to be trained")
         self.update = Updater(self.built, make_optimizer, make_scheduler) if make_optimizer else None
+        with self._shown():  # and hidden from now on
+            pass
         self._training: bool | None = None
         self._before: list[Snapshot] = []
         self._executors: dict[tuple[bool, int], Executor] = {}
@@ -102,7 +104,7 @@ class Runner:
             layer, own = self.built.layers[held], self.built.shards.get(held, ())
             storages = [] if layer.module is None else [p.untyped_storage()._cdata for p in layer.module.parameters()]
             used = tuple(homes[storage] for storage in dict.fromkeys(storages))
-            matrices = tuple(shard for shard in own if shard.vector.sort[1])
+            matrices = tuple(shard for shard in own if shard.vector.sort.matrix)
             found.append(LayerShards(layer, used, matrices, tuple(s for s in own if s not in matrices)))
         stay = self._sharing.gather != "pass" or stage in self._sharing.stays
         return StageShards(
@@ -162,10 +164,11 @@ class Runner:
         if step.train:
             self._prepare()
         try:
-            with nullcontext() if mesh.random_lock else preserved(mesh.device):
+            with self._shown(), nullcontext() if mesh.random_lock else preserved(mesh.device):
                 executor.run(step)
+                if step.train:
+                    self._check_gradients(step)
             if step.train:
-                self._check_gradients(step)
                 self.ties.add()
             closing = self._close(step, executor, stop)
         except LinkError as error:
@@ -261,12 +264,25 @@ class Runner:
             shard.gather()
         for shard in shards:
             shard.ready()
+        with self._shown():
+            try:
+                yield
+            finally:
+                for shard in shards:
+                    shard.take_from_whole()
+                    shard.release()
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """While open, modules hold the parameters that they compute with; else, where ranks have only parts, none."""
+        hidden = self.built.flats.values() if self.zero >= 3 else ()
+        for flat in hidden:
+            flat.show()
         try:
             yield
         finally:
-            for shard in shards:
-                shard.take_from_whole()
-                shard.release()
+            for flat in hidden:
+                flat.hide()
 
     def updated(self) -> None:
         """The optimizer has changed the parameters."""

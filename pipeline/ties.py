@@ -156,7 +156,7 @@ class TiedGradients:
         self._ties = []
         for tie in ties:
             local = {
-                use: [s for s in shards[_held(use)] if s.vector.sort[0] == tie.name and s.gradients.numel()]
+                use: [s for s in shards[_held(use)] if s.vector.sort.tie == tie.name and s.gradients.numel()]
                 for use in tie.uses
                 if _held(use) in shards
             }

@@ -139,7 +139,7 @@ class Binding:
         gradient, plain = target.gradient, target.plain
         if weight is not parameter:
             start = weight.storage_offset() - parameter.storage_offset()
-            gradient = view_of(gradient, weight.shape, weight.stride(), start + gradient.storage_offset())
+            gradient = view_of(gradient, weight.shape, weight.stride(), int(start + gradient.storage_offset()))
             plain = plain.as_strided(weight.shape, weight.stride(), weight.storage_offset())
         bias_target = None if bias is None or not bias.requires_grad else self._target(bias)
         site = Site(self, operator, target, plain, gradient, bias, bias_target, details)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,15 +34,19 @@ class Slot(NamedTuple):
         return self.offset + self.numel
 
 
-class FlatVector(NamedTuple):
-    """All parameters of one kind, and their gradients: as many elements, or none where they are frozen.
+class Sort(NamedTuple):
+    """What keeps parameters of one dtype apart: the tie that they are in, and whether they are matrices."""
 
-    ``sort`` is what ``sort_of`` said of each of them.
-    """
+    tie: str = ""
+    matrix: bool = True
+
+
+class FlatVector(NamedTuple):
+    """All parameters of one kind, and their gradients: as many elements, or none where they are frozen."""
 
     parameters: Tensor
     gradients: Tensor
-    sort: Hashable = None
+    sort: Sort
 
 
 class Segment(NamedTuple):
@@ -83,7 +87,7 @@ class FlatLayer:
     side. A parameter that the module holds under two names is one slot, under its first name.
     """
 
-    __slots__ = ("_borrowed", "_frozen", "_trainable", "module", "slots", "step", "vectors")
+    __slots__ = ("_borrowed", "_frozen", "_trainable", "_values", "module", "slots", "step", "vectors")
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class FlatLayer:
         *,
         accumulate_dtype: torch.dtype | None = None,
         group_of: Callable[[str, nn.Parameter], int] | None = None,
-        sort_of: Callable[[str, nn.Parameter], Hashable] | None = None,
+        sort_of: Callable[[str, nn.Parameter], Sort] | None = None,
         parts: int = 1,
     ) -> None:
         named = dict(module.named_parameters())
@@ -101,7 +105,7 @@ class FlatLayer:
             name: (group_of(name, p) if group_of else 0) if p.requires_grad else FROZEN for name, p in named.items()
         }
         kinds = {
-            name: _Kind(p.dtype, p.device, p.requires_grad, sort_of(name, p) if sort_of else None)
+            name: _Kind(p.dtype, p.device, p.requires_grad, sort_of(name, p) if sort_of else Sort())
             for name, p in named.items()
         }
         self.slots, lengths = _lay_out(named, groups, kinds, parts)
@@ -118,6 +122,7 @@ class FlatLayer:
                 owner = module.get_submodule(path)._parameters
                 trainable.append(_Trainable(slot, parameter, *_attach(parameter, gradients, slot), owner, key))
         self._trainable = {id(entry.parameter): entry for entry in trainable}
+        self._values = [(parameter, parameter.data) for parameter in named.values()]
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -163,7 +168,9 @@ class FlatLayer:
 
     def borrow(self, name: str, values: Tensor) -> None:
         """Let a parameter have the values of another layer's, as tied weights do; its gradient stays its own."""
-        self.module.get_parameter(name).data = self._borrowed[name] = values
+        parameter = self.module.get_parameter(name)
+        parameter.data = self._borrowed[name] = values
+        self._values = [(p, values if p is parameter else own) for p, own in self._values]
 
     def drop_unused(self) -> None:
         """Let go of the memory of vectors all of whose values are another layer's."""
@@ -171,6 +178,18 @@ class FlatLayer:
         for number, vector in enumerate(self.vectors):
             if number not in kept:
                 vector.parameters.untyped_storage().resize_(0)
+
+    def hide(self) -> None:
+        """Let the parameters be all "not a number", in no memory, while their vector is not there: who looks at them
+        sees that, and does not touch memory which is not there."""
+        for parameter, values in self._values:
+            nothing = float("nan") if values.is_floating_point() or values.is_complex() else 0
+            parameter.data = values.new_full((), nothing).expand(values.shape)
+
+    def show(self) -> None:
+        """Undo ``hide``."""
+        for parameter, values in self._values:
+            parameter.data = values
 
     def attach_gradients(self) -> None:
         """Let autograd add into this layer's gradients, whatever `parameter.grad` was made between two steps."""
@@ -229,7 +248,7 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     trainable: bool
-    sort: Hashable
+    sort: Sort
 
 
 def _lay_out(

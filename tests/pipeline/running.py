@@ -65,8 +65,8 @@ def copies_agree(engine: Engine, state: Mapping[str, Tensor]) -> bool:
     """Whether all that this rank holds, copies included, are the bits in ``state``, which rank 0 has.  Collective."""
     runner = engine._planned()
     whole = engine.mesh.world.broadcast_object(dict(state), 0)
-    held = named_state(runner.built, runner.all_ties)
     with runner.whole():
+        held = named_state(runner.built, runner.all_ties)
         return all(torch.equal(whole[name], tensor) for name, tensor in (*held.owned.items(), *held.copies.items()))
 
 

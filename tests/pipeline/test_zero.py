@@ -67,12 +67,18 @@ def test_the_pipeline_does_not_change_the_bits(how: dict[str, Any]) -> None:
     assert all(same_bits(other, found[0]) for other in found[1:])
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_two_copies_of_the_weights(schedule: str, zero: int) -> None:
-    where = layout(schedule, 1 if schedule == "dualpipe" else 2, (2, 2))
+@pytest.mark.parametrize("how", [HOW["1"], HOW["2"], HOW["3, one layer at a time"]], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("dualpipe", ()), ("dualpipe", (("overlapped", True),)), ("dualpipe-v", (("overlapped", True),)), ("chimera", ())],
+    ids=str,
+)
+def test_two_copies_of_the_weights_and_two_passes_in_one(
+    schedule: str, options: tuple[tuple[str, Any], ...], how: dict[str, Any]
+) -> None:
+    where = layout(schedule, 2, (2, 2), options=options)
     case = transformer_case(RECIPES["tied"], 4, optimizer=adamw)
-    found = run(case, where, zero=zero)
+    found = run(case, where, **how)
     agree(found, plainly(case, where, found.before), str(where), 1e-11)
 
 
@@ -264,3 +270,23 @@ def test_a_checkpoint_is_gone_on_from_in_other_parts(tmp_path: Any, before: int,
     )
     apart = max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())
     assert apart <= 1e-12
+
+
+# -- what the user sees of parameters ------------------------------------------------------------------------
+
+
+def _look() -> tuple[bool, bool, bool]:
+    module = PipelineModule([LayerSpec(nn.Linear, 3, 3), LayerSpec(nn.Linear, 3, 3)], functional.mse_loss)
+    config = {"zero": 3, "data_parallel": 2, "micro_batches": 1, "partition": "uniform", "device": "cpu"}
+    engine = initialize(module, config=config, optimizer=torch.optim.Adam)
+    ((layer),) = engine._planned().built.layers.values()
+    weight = layer.module.weight
+    before = bool(weight.isnan().all())
+    engine.train_batch([(torch.ones(1, 3), torch.zeros(1, 3))])
+    with engine._planned().whole():
+        whole = bool(weight.isfinite().all())
+    return before, whole, bool(weight.isnan().all()) and "nan" in repr(weight)
+
+
+def test_parameters_that_are_not_there_are_no_numbers() -> None:
+    assert run_local(_look, 4) == [(True, True, True)] * 4
