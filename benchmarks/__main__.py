@@ -25,6 +25,8 @@ RUNS: dict[str, Sequence[str]] = {
     "split_backward, memory kept": ("--keep-freed-memory",),
     "gpt_step": (),
     "memory": (),
+    "zero_memory": (),
+    "zero_step": (),
     "partition": (),
     "auto": (),
     "link": (),

@@ -20,12 +20,22 @@ Floats = NDArray[np.float64]
 
 
 class StateBytes(NamedTuple):
-    """Bytes kept for every parameter beside the parameter itself."""
+    """Bytes kept for every parameter beside the parameter itself, and which part of that is kept."""
 
     gradient: float = 4.0
     """Gradients are summed in fp32 at least."""
     optimizer: float = 8.0
     """Two moments in fp32, as Adam keeps them; 0 for plain SGD, 4 with momentum."""
+    parameter: float = 1.0
+    """The part of a parameter that is kept between its uses."""
+
+    def in_parts(self, zero: int, ranks: int) -> StateBytes:
+        """What is left on each of so many data-parallel ranks by this stage of ZeRO; one layer at a time is whole."""
+        return StateBytes(
+            self.gradient / (ranks if zero >= 2 else 1),
+            self.optimizer / (ranks if zero >= 1 else 1),
+            self.parameter / (ranks if zero >= 3 else 1),
+        )
 
 
 class RankMemory(NamedTuple):
@@ -65,7 +75,7 @@ def predict_memory(
         trained = 0 if schedule.forward_only else parameters
         found.append(
             RankMemory(
-                parameters=float(sum(layer.parameter_bytes for layer in layers)),
+                parameters=state.parameter * sum(layer.parameter_bytes for layer in layers),
                 gradients=state.gradient * trained,
                 optimizer=state.optimizer * trained,
                 buffers=float(sum(layer.buffer_bytes for layer in layers)),
@@ -161,7 +171,9 @@ def limits(
     if given.shape not in ((), (ranks,)):
         raise PartitionError(f"memory_cap is {cap}: give one number of bytes, or one for each of {ranks} ranks")
     trained = 0.0 if schedule.forward_only else state.gradient + state.optimizer
-    fixed = np.array([layer.parameter_bytes + layer.buffer_bytes + trained * layer.parameters for layer in layers])
+    fixed = np.array(
+        [state.parameter * layer.parameter_bytes + layer.buffer_bytes + trained * layer.parameters for layer in layers]
+    )
     kept = np.array([layer.activation_bytes for layer in layers])
     queued = np.array([layer.weight_grad_bytes for layer in layers])
     memory = np.zeros((schedule.num_layer_groups, len(layers)))

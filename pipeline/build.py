@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.errors import ModelError
 from pipeline.gradients.flat import FlatLayer, Sort
@@ -21,14 +21,13 @@ from pipeline.layer import Layer, RandomSource
 from pipeline.links.protocol import Group
 from pipeline.module import LayerSpec, PipelineModule, Tie, TiedLayerSpec
 from pipeline.random_state import key, preserved, seed_generator
+from pipeline.stretches import Stretch, stretches
 from pipeline.ties import Held, Role, owner_name, role, separate, share, tie_of
 from pipeline.zero.shard import Shard
 
 __all__ = [
     "BuiltLayers",
     "ParamGroups",
-    "Piece",
-    "Stretch",
     "build_layers",
     "build_module",
     "check_ready_modules",
@@ -103,26 +102,6 @@ def _digest(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-class Piece(NamedTuple):
-    """Elements of a parameter, in the stretch from ``start`` to ``stop``, in the parameter from ``offset`` on."""
-
-    name: str  # in the layer
-    start: int
-    stop: int
-    offset: int
-    numel: int  # of the whole parameter
-
-
-class Stretch(NamedTuple):
-    """Part of a layer's flat vectors that one optimizer group owns, as far as this rank holds it."""
-
-    layer: int
-    group: int
-    parameters: Tensor
-    gradients: Tensor
-    pieces: tuple[Piece, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class BuiltLayers:
     """The layers of one rank, copies apart; and equal on all ranks, the settings of the optimizer's groups, and whether
@@ -133,30 +112,11 @@ class BuiltLayers:
     shards: Mapping[Held, tuple[Shard, ...]]  # one for each vector
     groups: tuple[Mapping[str, Any], ...]
     trainable: bool
+    uncut: bool
 
     def stretches(self, *roles: Role) -> list[Stretch]:
-        """What this rank holds of the stretches of all flat vectors with one of these roles, in layer order."""
-        found = []
-        for held, flat in self.flats.items():
-            for segment in flat.segments:
-                group, part = divmod(segment.group, len(Role))
-                shard = self.shards[held][segment.vector]
-                start, stop = max(segment.start, shard.start), min(segment.stop, shard.stop)
-                if part in roles and start < stop:
-                    own = slice(start - shard.start, stop - shard.start)
-                    pieces = _pieces(flat, segment.vector, start, stop)
-                    found.append(Stretch(held.layer, group, shard.parameters[own], shard.gradients[own], pieces))
-        return found
-
-
-def _pieces(flat: FlatLayer, vector: int, start: int, stop: int) -> tuple[Piece, ...]:
-    """The parameters of which a vector has elements between start and stop."""
-    found = []
-    for slot in flat.slots:
-        first, last = max(start, slot.offset), min(stop, slot.end)
-        if slot.vector == vector and first < last:
-            found.append(Piece(slot.name, first - start, last - start, first - slot.offset, slot.numel))
-    return tuple(found)
+        """What this rank holds of all parameters with one of these roles, in layer order."""
+        return stretches(self.flats, self.shards, *roles, uncut=self.uncut)
 
 
 def build_layers(
@@ -168,6 +128,7 @@ def build_layers(
     replicas: Group,
     *,
     zero: int,
+    uncut: bool,
     param_groups: ParamGroups | None,
     recompute: Sequence[int],
     reference_numerics: bool,
@@ -175,7 +136,8 @@ def build_layers(
 ) -> BuiltLayers:
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
-    ``ties`` are those of all copies of the model; ``zero`` says what of it ``replicas`` hold in parts.
+    ``ties`` are those of all copies of the model; ``zero`` says what of it ``replicas`` hold in parts,
+    and ``uncut`` that each parameter is in one of them.
 
     Raises ``ModelError`` when tied layers do not fit each other.
     """
@@ -194,7 +156,7 @@ def build_layers(
             return Sort(tie_of(ties, place.layer, name), parameter.dim() >= 2 or zero < 2)
 
         parts = len(replicas.ranks) if zero else 1
-        flats[place] = FlatLayer(owner, group_of=group_of, sort_of=sort_of, parts=parts)
+        flats[place] = FlatLayer(owner, group_of=group_of, sort_of=sort_of, parts=parts, uncut=uncut)
     share(ties, flats)
     shards = {place: tuple(Shard(vector, replicas, zero) for vector in flat.vectors) for place, flat in flats.items()}
     scratch = Scratch()
@@ -214,7 +176,7 @@ def build_layers(
             binding=binding,
             recompute=index in recompute,
         )
-    return BuiltLayers(layers, flats, shards, groups, trainable)
+    return BuiltLayers(layers, flats, shards, groups, trainable, uncut)
 
 
 def compile_layer(built: nn.Module, compiler: str) -> None:

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.optim import Optimizer
 
 from partition import Profile
-from pipeline.build import Stretch
 from pipeline.chunks import Chunk, Entries, ReadPlanner, WritePlanner, sorted_out
 from pipeline.errors import CheckpointError
 from pipeline.mesh import Mesh
 from pipeline.module import Tie
 from pipeline.state import agreed_misfit
+from pipeline.stretches import Stretch
 from pipeline.ties import owner_name
 
 __all__ = ["latest", "load_tensors", "optimizer_entries", "read_header", "require_fit", "restore_optimizer", "save"]
@@ -205,15 +205,18 @@ FlatParameters = Sequence[tuple[Stretch, nn.Parameter]]
 
 
 def optimizer_entries(optimizer: Optimizer, flat: FlatParameters, ties: Sequence[Tie]) -> dict[str, Tensor | Chunk]:
-    """Each tensor of each parameter's state by name: what this rank holds of it, or a scalar that counts for all."""
+    """Each tensor of each parameter's state by name: what this rank holds of it, or what has no part for each element,
+    such as the number of steps."""
     entries: dict[str, Tensor | Chunk] = {}
     for stretch, parameter in flat:
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 for piece in stretch.pieces:
                     name = f"optimizer.{key}.{owner_name(ties, stretch.layer, piece.name)}"
-                    part = value[piece.start : piece.stop] if value.dim() else value
-                    entries[name] = Chunk(part, piece.offset, piece.numel) if value.dim() else part
+                    entries[name] = value
+                    if value.shape == parameter.shape:  # else a number, or what is kept of a matrix instead of it
+                        part = value.reshape(-1)[piece.start : piece.stop]
+                        entries[name] = Chunk(part, piece.offset, piece.numel)
     return entries
 
 
@@ -227,12 +230,12 @@ def restore_optimizer(optimizer: Optimizer, flat: FlatParameters, ties: Sequence
             owner = owner_name(ties, stretch.layer, piece.name)
             for key, entry in _entries_of(stored, owner):
                 dtype, name = entry.properties.dtype, f"optimizer.{key}.{owner}"
-                if len(entry.size) == 0:
-                    device = _scalar_device(optimizer, parameter)
-                    wanted[name] = state.setdefault(key, torch.zeros((), dtype=dtype, device=device))
-                else:
+                if tuple(entry.size) == (piece.numel,):
                     whole = state.setdefault(key, torch.zeros(parameter.shape, dtype=dtype, device=parameter.device))
-                    wanted[name] = Chunk(whole[piece.start : piece.stop], piece.offset, piece.numel)
+                    wanted[name] = Chunk(whole.view(-1)[piece.start : piece.stop], piece.offset, piece.numel)
+                else:
+                    device = parameter.device if len(entry.size) else _scalar_device(optimizer, parameter)
+                    wanted[name] = state.setdefault(key, torch.zeros(entry.size, dtype=dtype, device=device))
         if state:
             optimizer.state[parameter] = state
     load_tensors(path, wanted)

@@ -43,6 +43,10 @@ class PipelineConfig(BaseModel):
     """What data-parallel ranks hold in parts instead of whole: nothing (0), optimizer state (1), gradients as well (2),
     parameters as well (3)."""
 
+    optimizer_view: Literal["vectors", "parameters"] = "vectors"
+    """What the optimizer is handed: vectors of many parameters, which is all that an element-wise one needs, or single
+    parameters in their own shapes, each whole on one data-parallel rank, for those that work on matrices."""
+
     zero_reduce_every: Literal["micro_batch", "step"] = "micro_batch"
     """When ZeRO 2 and 3 sum gradients: layer by layer behind every micro-batch, so that none is ever whole but the one
     at hand, or once a step, which sends half as much or less and keeps whole gradients until then."""

@@ -25,6 +25,7 @@ from pipeline.executor import Executor
 from pipeline.gradients.report import ModelSplit, model_split
 from pipeline.intake import take_in
 from pipeline.layer import Place, RandomSource
+from pipeline.memory import MemoryReport, held_by, predicted_memory
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, environment, plan_for
@@ -269,6 +270,16 @@ class Engine:
         if self.profile is None:
             raise NotPlanned('there is no profile to predict from; set partition = "profile", or pass a profile')
         return predict_timeline(self.profile, plan.partition, self.schedule)
+
+    def memory_report(self) -> MemoryReport:
+        """What each rank of the pipeline holds now, in bytes, beside what was predicted where there is a profile.
+
+        Collective over a pipeline's ranks; the same on each.  Optimizer state is there after the first step.
+        """
+        runner = self._planned()
+        optimizer = None if runner.update is None else runner.update.optimizer
+        measured = tuple(self.mesh.pipeline.all_gather_object(held_by(runner.built, optimizer)))
+        return MemoryReport(measured, predicted_memory(runner.plan, self.profile) if self.profile else None)
 
     def split_report(self) -> ModelSplit:
         """Which weights get their gradient by W, where the schedule has W apart, and which by I, and why.

@@ -36,6 +36,8 @@ class Plan:
     micro_batches: int
     cuts: tuple[int, ...]
     recompute: tuple[int, ...]
+    zero: int = 0
+    """What data-parallel ranks hold in parts: the stage of ZeRO."""
     costs: tuple[tuple[float, ...], ...] | None = None
     """Seconds of F, of I and of W on each stage at speed 1, for a schedule that is timed for them; None: it is not."""
     hop: float = 0.0
@@ -83,6 +85,7 @@ def plan_for(config: PipelineConfig, module: PipelineModule, mesh: Mesh, cuts: t
         micro_batches=config.micro_batches,
         cuts=cuts,
         recompute=_recomputed(config, len(module)),
+        zero=config.zero if mesh.data > 1 else 0,
     )
 
 

@@ -51,7 +51,7 @@ class Runner:
         self.schedule = plan.build_schedule()
         self._mesh = mesh
         self._config = config
-        self.zero = config.zero if mesh.data > 1 else 0
+        self.zero = plan.zero
         own = self.schedule.stages_of_rank(mesh.pipe_rank)
         layers_of_stage = {stage: _layers_of_stage(stage, self.schedule, plan) for stage in own}
         self.all_ties = with_twins(module, 1 + max(self.schedule.copy_of_stage))
@@ -63,6 +63,7 @@ class Runner:
             mesh.pipeline,
             mesh.replicas,
             zero=self.zero,
+            uncut=config.optimizer_view == "parameters",
             param_groups=param_groups,
             recompute=plan.recompute,
             reference_numerics=config.reference_numerics,

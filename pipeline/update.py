@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.build import BuiltLayers, Stretch
+from pipeline.build import BuiltLayers
 from pipeline.errors import ConfigError
+from pipeline.stretches import Stretch
 from pipeline.ties import Role
 
 __all__ = ["MakeOptimizer", "MakeScheduler", "Updater", "clipping_factor", "squared_norms"]
@@ -25,7 +27,7 @@ class Updater:
     """The optimizer of one rank.
 
     It holds one flat parameter for each stretch of a layer's vector that belongs to one optimizer group: for an
-    element-wise optimizer the same update as on the parameters one by one.
+    element-wise optimizer the same update as on the parameters one by one.  For others, each stretch is a parameter.
     """
 
     def __init__(self, built: BuiltLayers, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
@@ -35,7 +37,9 @@ class Updater:
             flat = nn.Parameter(stretch.parameters)
             groups[stretch.group]["params"].append(flat)
             self.flat.append((stretch, flat))
+        _refuse(make_optimizer, built.uncut)
         self.optimizer = make_optimizer(groups)
+        _refuse(type(self.optimizer), built.uncut)
         if not isinstance(self.optimizer, Optimizer):
             raise ConfigError(
                 f"optimizer made a {type(self.optimizer).__name__}; give a torch.optim class, or a function that takes "
@@ -74,6 +78,26 @@ class Updater:
             group.update(saved)
         if self.scheduler is not None and scheduler is not None:
             self.scheduler.load_state_dict(scheduler)
+
+
+_NEEDS_SHAPES = ("Adafactor", "Muon")
+
+
+def _refuse(make_optimizer: Any, uncut: bool) -> None:
+    """Raise ``ConfigError`` for an optimizer that cannot do its work on what it would be handed."""
+    while isinstance(make_optimizer, partial):
+        make_optimizer = make_optimizer.func
+    name = getattr(make_optimizer, "__name__", "") if isinstance(make_optimizer, type) else ""
+    if name in _NEEDS_SHAPES and not uncut:
+        raise ConfigError(
+            f"{name} works on whole matrices, but is handed vectors of many parameters; set optimizer_view = "
+            '"parameters"'
+        )
+    if name == "LBFGS":
+        raise ConfigError(
+            "LBFGS runs the model itself, several times a step, and couples all parameters, which are on different "
+            "ranks; use an optimizer that steps on given gradients"
+        )
 
 
 def squared_norms(stretches: Sequence[Stretch], layers: int) -> list[Tensor | float]:

@@ -84,7 +84,9 @@ class FlatLayer:
     `parameter.grad` is None between backwards.
 
     `group_of(name, parameter)` numbers the optimizer groups from 0: the parameters of one group lie side by
-    side. A parameter that the module holds under two names is one slot, under its first name.
+    side. Parameters of one dtype and device, frozen or not, for which `sort_of(name, parameter)` is equal, lie in one
+    vector; its length is a multiple of `parts`, so that as many ranks can hold equal parts of it, and with `uncut` none
+    of these cuts a parameter. One that the module holds under two names is one slot, under its first name.
     """
 
     __slots__ = ("_borrowed", "_frozen", "_trainable", "_values", "module", "slots", "step", "vectors")
@@ -97,6 +99,7 @@ class FlatLayer:
         group_of: Callable[[str, nn.Parameter], int] | None = None,
         sort_of: Callable[[str, nn.Parameter], Sort] | None = None,
         parts: int = 1,
+        uncut: bool = False,
     ) -> None:
         named = dict(module.named_parameters())
         self.module = module
@@ -108,7 +111,7 @@ class FlatLayer:
             name: _Kind(p.dtype, p.device, p.requires_grad, sort_of(name, p) if sort_of else Sort())
             for name, p in named.items()
         }
-        self.slots, lengths = _lay_out(named, groups, kinds, parts)
+        self.slots, lengths = _lay_out(named, groups, kinds, parts, uncut)
         self.vectors = tuple(_allocate(kind, length, accumulate_dtype) for kind, length in lengths.items())
         self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         self._borrowed: dict[str, Tensor] = {}  # values that are another layer's, by name
@@ -252,7 +255,11 @@ class _Kind(NamedTuple):
 
 
 def _lay_out(
-    named: Mapping[str, nn.Parameter], groups: Mapping[str, int], kinds: Mapping[str, _Kind], parts: int
+    named: Mapping[str, nn.Parameter],
+    groups: Mapping[str, int],
+    kinds: Mapping[str, _Kind],
+    parts: int,
+    uncut: bool,
 ) -> tuple[tuple[Slot, ...], dict[_Kind, int]]:
     """Slots in the module's order, and the length of the vector of each kind, in elements."""
     slots: dict[str, Slot] = {}
@@ -260,13 +267,25 @@ def _lay_out(
     for vector, kind in enumerate(dict.fromkeys(kinds.values())):
         members = sorted((name for name in named if kinds[name] == kind), key=groups.__getitem__)
         step = ALIGNMENT // kind.dtype.itemsize
-        length = 0
-        for name in members:
-            parameter = named[name]
-            slots[name] = Slot(name, parameter.shape, vector, length, parameter.numel(), groups[name])
-            length += _up(parameter.numel(), step)
-        lengths[kind] = _up(length, parts * step)
+        sizes = {name: _up(named[name].numel(), step) for name in members}
+        bins = _dealt(sizes, parts) if uncut else [members]
+        length = max((sum(sizes[name] for name in names) for names in bins), default=0)
+        for number, names in enumerate(bins):
+            offset = number * length
+            for name in names:
+                parameter = named[name]
+                slots[name] = Slot(name, parameter.shape, vector, offset, parameter.numel(), groups[name])
+                offset += sizes[name]
+        lengths[kind] = _up(length * len(bins), parts * step)
     return tuple(slots[name] for name in named), lengths
+
+
+def _dealt(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """Whole parameters dealt to parts that are as even as can be had by dealing the largest first, to the lightest."""
+    dealt: list[list[str]] = [[] for _ in range(parts)]
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        min(dealt, key=lambda names: sum(sizes[n] for n in names)).append(name)
+    return [[name for name in sizes if name in names] for names in dealt]
 
 
 def _up(number: int, step: int) -> int:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from partition import LayerCost, Profile
 from pipeline import LayerSpec, PipelineModule, TiedLayerSpec, initialize, run_local
 from pipeline.batch import Item
-from pipeline.errors import StepFailed
+from pipeline.errors import ConfigError, StepFailed
+from pipeline.memory import MemoryReport
 from tests.pipeline.layouts import Layout
 from tests.pipeline.models import Recipe, adamw, restless
 from tests.pipeline.reference import Case, agree, check, plainly
@@ -158,24 +160,16 @@ def test_groups_with_settings_of_their_own_across_the_border_of_parts(zero: int)
 # -- what is held --------------------------------------------------------------------------------------------
 
 
-def _held(zero: int, **others: Any) -> dict[str, int]:
-    """Elements that this rank holds between two steps."""
+def _held(zero: int) -> MemoryReport:
     module = PipelineModule([LayerSpec(nn.Linear, 64, 64, bias=False) for _ in range(4)], functional.mse_loss)
-    config = {"zero": zero, "data_parallel": 2, "micro_batches": 2, "partition": "uniform", "device": "cpu", **others}
-    engine = initialize(module, config=config, optimizer=torch.optim.Adam)
+    config = {"zero": zero, "data_parallel": 2, "micro_batches": 2, "partition": "uniform", "device": "cpu"}
+    layer = LayerCost(
+        name="", type="Linear", forward=1, input_grad=1, weight_grad=1, parameters=64 * 64, parameter_bytes=4 * 64 * 64
+    )
+    engine = initialize(module, config=config, optimizer=torch.optim.Adam, profile=Profile(layers=(layer,) * 4))
     for _ in range(2):
         engine.train_batch([(torch.ones(1, 64), torch.zeros(1, 64))] * 2)
-    runner = engine._planned()
-    shards = [shard for shards in runner.built.shards.values() for shard in shards]
-    storages = {
-        "parameters": [t for s in shards for t in (s.parameters, s.vector.parameters)],
-        "gradients": [t for s in shards for t in (s.gradients, s.vector.gradients)],
-        "optimizer": [t for state in engine.optimizer.state.values() for t in state.values() if t.dim()],
-    }
-    return {
-        name: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()) // 4
-        for name, tensors in storages.items()
-    }
+    return engine.memory_report()
 
 
 @pytest.mark.parametrize(
@@ -183,13 +177,14 @@ def _held(zero: int, **others: Any) -> dict[str, int]:
     [(0, 1.0, 1.0, 1.0), (1, 1.0, 1.0, 0.5), (2, 1.0, 0.5, 0.5), (3, 0.5, 0.5, 0.5)],
 )
 def test_each_rank_holds_its_part(zero: int, parameters: float, gradients: float, optimizer: float) -> None:
-    whole = 2 * 64 * 64  # of the two layers of a stage
-    for held in run_local(_held, 4, zero):
-        assert held == {
-            "parameters": parameters * whole,
-            "gradients": gradients * whole,
-            "optimizer": 2 * optimizer * whole,
-        }
+    whole = 4 * 2 * 64 * 64  # bytes of the two layers of a stage
+    steps = 4 * 2  # a number beside the moments of each layer
+    for report in run_local(_held, 4, zero):
+        assert report.measured == ((parameters * whole, gradients * whole, 2 * optimizer * whole + steps, 0.0),) * 2
+        assert report.predicted is not None
+        for rank in report.predicted:
+            assert rank[:4] == (parameters * whole, gradients * whole, 2 * optimizer * whole, 0.0)
+        assert str(report).count("*") == 2
 
 
 # -- steps that fail -----------------------------------------------------------------------------------------
@@ -290,3 +285,44 @@ def _look() -> tuple[bool, bool, bool]:
 
 def test_parameters_that_are_not_there_are_no_numbers() -> None:
     assert run_local(_look, 4) == [(True, True, True)] * 4
+
+
+# -- whole parameters ----------------------------------------------------------------------------------------
+
+
+def _adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.01, eps=(1e-4, 1e-3))
+
+
+@pytest.mark.parametrize("how", [HOW["1"], HOW["2"], HOW["3"], {"zero": 0}], ids=str)
+def test_an_optimizer_that_works_on_matrices_gets_whole_ones(how: dict[str, Any]) -> None:
+    where = layout("1f1b", 1, (3, 2))
+    case = transformer_case(RECIPES["tied"], 4, optimizer=_adafactor)
+    found = run(case, where, optimizer_view="parameters", **how)
+    agree(found, plainly(case, where, found.before), str(where), 1e-9)
+
+
+def test_what_is_kept_of_matrices_is_gone_on_from(tmp_path: Any) -> None:
+    case = transformer_case(RECIPES["tied"], 4, optimizer=_adafactor)
+    first, then = layout("1f1b", 1, (2, 2)), layout("gpipe", 1, (2, 1))
+    settings = {"zero": 2, "optimizer_view": "parameters"}
+    (expected, *_) = everywhere(_train, 4, case, first, str(tmp_path / "whole"), 0, 4, **settings)
+    everywhere(_train, 4, case, first, str(tmp_path / "half"), 0, 2, **settings)
+    (found, *_) = everywhere(_train, 2, case, then, str(tmp_path / "half"), 2, 4, **{**settings, "zero": 0})
+    assert max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items()) <= 1e-12
+
+
+def _with(optimizer: Any) -> None:
+    module = PipelineModule([LayerSpec(nn.Linear, 3, 3, bias=False)], functional.mse_loss)
+    initialize(module, config={"partition": "uniform", "device": "cpu"}, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, partial(torch.optim.Muon, lr=0.1), _adafactor])
+def test_an_optimizer_that_works_on_matrices_is_refused_vectors(optimizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r'works on whole matrices.*set optimizer_view = "parameters"'):
+        _with(optimizer)
+
+
+def test_an_optimizer_that_runs_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="LBFGS runs the model itself"):
+        _with(torch.optim.LBFGS)
