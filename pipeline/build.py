@@ -20,6 +20,7 @@ from pipeline.gradients.split import split
 from pipeline.layer import Layer, RandomSource
 from pipeline.links.protocol import Group
 from pipeline.module import LayerSpec, PipelineModule, Tie, TiedLayerSpec
+from pipeline.precision.types import cast_for
 from pipeline.random_state import key, preserved, seed_generator
 from pipeline.stretches import Stretch, stretches
 from pipeline.ties import Held, Role, owner_name, role, separate, share, tie_of
@@ -40,8 +41,10 @@ ParamGroups = Callable[[str, torch.Size], Mapping[str, Any]]
 _BUILDING = -1  # the "step" under whose key layers are initialised
 
 
-def build_module(module: PipelineModule, index: int, random: RandomSource) -> nn.Module | None:
-    """Build one layer as it is at the start of training; None for a plain callable.
+def build_module(
+    module: PipelineModule, index: int, random: RandomSource, dtype: torch.dtype | None = None
+) -> nn.Module | None:
+    """Build one layer as it is at the start of training, in ``dtype`` if one is given; None for a plain callable.
 
     The seed is that of the layer's own index, or of the first use where it is tied, so that the initial weights
     depend on nothing else.  A module that is in the list ready-made is taken as it is; where ranks are threads of
@@ -59,7 +62,7 @@ def build_module(module: PipelineModule, index: int, random: RandomSource) -> nn
             built = copy.deepcopy(entry) if random.lock else entry
         else:
             return None
-        return built.to(random.device)
+        return built.to(random.device, dtype)
 
 
 def _made(entry: LayerSpec | TiedLayerSpec, name: str) -> nn.Module:
@@ -129,6 +132,7 @@ def build_layers(
     *,
     zero: int,
     uncut: bool,
+    types: Sequence[torch.dtype | None],
     param_groups: ParamGroups | None,
     recompute: Sequence[int],
     reference_numerics: bool,
@@ -137,11 +141,11 @@ def build_layers(
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
     ``ties`` are those of all copies of the model; ``zero`` says what of it ``replicas`` hold in parts,
-    and ``uncut`` that each parameter is in one of them.
+    and ``uncut`` that each parameter is in one of them; ``types`` are what each layer computes in.
 
     Raises ``ModelError`` when tied layers do not fit each other.
     """
-    modules = {place: build_module(module, place.layer, random) for place in sorted(held)}
+    modules = {place: build_module(module, place.layer, random, types[place.layer]) for place in sorted(held)}
     real = separate({place: built for place, built in modules.items() if built is not None})
     modules |= real
     group_of_name, groups, trainable = _agree_on_groups(real, ties, param_groups, pipeline)
@@ -175,6 +179,7 @@ def build_layers(
             flat=flats.get(place),
             binding=binding,
             recompute=index in recompute,
+            cast=cast_for(types[index]),
         )
     return BuiltLayers(layers, flats, shards, groups, trainable, uncut)
 

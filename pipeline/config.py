@@ -13,7 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pipeline.errors import ConfigError
 from pipeline.setting_sources import Arguments, Source, add_flags, merge, read_flags, read_source
-from pipeline.setting_types import PartitionSetting, RecomputeSetting, ScheduleOption, explain
+from pipeline.setting_types import (
+    LossScaleSetting,
+    PartitionSetting,
+    PrecisionSetting,
+    RecomputeSetting,
+    ScheduleOption,
+    explain,
+)
 
 __all__ = ["PipelineConfig"]
 
@@ -69,6 +76,27 @@ class PipelineConfig(BaseModel):
     # What is computed
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of everything random in the layers."""
+
+    precision: PrecisionSetting = ()
+    """Type in which layers compute: as_built, fp32, bf16 or fp16, or a type for each pattern of layers, the last that
+    matches counting, as in {"*": "bf16", "*norm*": "fp32"}. Patterns match types of layers, keys of tied ones, and
+    numbers. Weights of 16 bits have a copy in fp32, which the optimizer steps on."""
+
+    loss_scale: LossScaleSetting = "dynamic"
+    """Factor by which losses are multiplied before their backward where a layer computes in fp16: a number, or dynamic,
+    which halves when gradients overflow, and such a step is skipped, and doubles after enough that do not."""
+
+    loss_scale_initial: float = Field(2.0**16, gt=0)
+    """The dynamic scale of the first step."""
+
+    loss_scale_window: int = Field(1000, ge=1)
+    """Steps without overflow after which the dynamic scale doubles."""
+
+    loss_scale_hysteresis: int = Field(2, ge=1)
+    """Overflows until the dynamic scale halves: all but the last only skip their step."""
+
+    loss_scale_minimum: float = Field(1.0, gt=0)
+    """What the dynamic scale never falls below; an overflow there is an error unless nonfinite_loss = "ignore"."""
 
     gradient_clipping: float | None = Field(None, gt=0)
     """Largest norm of all gradients together; longer ones are scaled down to it. Without it none are."""

@@ -77,7 +77,8 @@ def _enter(value: Value, call: LayerCall) -> list[Any]:
 class Layer:
     """A layer on the rank that owns it.
 
-    ``module`` is None for a plain callable.  ``recompute`` keeps only the input from the forward to the backward.
+    ``module`` is None for a plain callable.  ``recompute`` keeps only the input from the forward to the backward, and
+    ``cast`` brings each tensor of the input into the type that the layer computes in.
     A layer that changes its input in place works on a copy: the input may be the user's, be what the layer before has
     saved for its backward, or be needed again for recomputation.
     """
@@ -93,6 +94,7 @@ class Layer:
         flat: FlatLayer | None = None,
         binding: Binding | None = None,
         recompute: bool = False,
+        cast: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -101,6 +103,7 @@ class Layer:
         self.flat = flat
         self.binding = binding
         self.recompute = recompute
+        self.cast = cast
         self._generator = generator_of(random.device)
         self._random = random
         self.buffers = Buffers(module)
@@ -184,6 +187,8 @@ class Layer:
         before = _versions(watched)
         outer = collect_losses(losses)
         try:
+            if self.cast is not None:
+                leaves = [self.cast(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             result = self._run_seeded(unflatten(leaves, value.structure), place)
         except RuntimeError as error:
             if changes is False and _LEAF_CHANGED in str(error):

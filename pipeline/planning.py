@@ -9,6 +9,7 @@ from pipeline.layer import RandomSource
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, plan_for
+from pipeline.precision.types import types_of
 from pipeline.profiler import count_parameters, profile_layers
 from pipeline.timed import timed
 from pipeline.watch import At
@@ -45,6 +46,7 @@ def choose_plan(
             recompute=plan_for(config, module, mesh, cuts=()).recompute,
             threads=config.threads,
             compiler=config.compile,
+            types=types_of(config.precision, module),
         )
     elif config.partition == "parameters":
         counts = count_parameters(module, random)

@@ -22,6 +22,7 @@ from pipeline.layer import Layer, Place, RandomSource
 from pipeline.links.protocol import LANE_F, Link
 from pipeline.mesh import Mesh, make_mesh
 from pipeline.module import PipelineModule
+from pipeline.precision.types import cast_for, loss_cast
 from pipeline.random_state import preserved
 from pipeline.shapes import Value, entering
 from pipeline.speeds import rank_speeds, slowest_copies
@@ -44,6 +45,7 @@ def profile_layers(
     recompute: Sequence[int],
     threads: int,
     compiler: str = "none",
+    types: Sequence[torch.dtype | None] | None = None,
 ) -> Profile:
     """Time the forward, I and W of every layer on one micro-batch.  Collective.
 
@@ -57,13 +59,14 @@ def profile_layers(
     with preserved(random.device):
         for index in range(len(module)):
             try:
-                layer = _built(module, index, random, recompute=index in recompute, compiler=compiler)
+                dtype = None if types is None else types[index]
+                layer = _built(module, index, random, dtype, recompute=index in recompute, compiler=compiler)
                 value, cost = _measure_layer(layer, value, module.type_of(index), mesh, runs=runs)
             except Exception as error:
                 error.add_note(f"raised in layer {index} ({module.type_of(index)}), as layers were timed for the cuts")
                 raise
             measured.append(cost)
-        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random)
+        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, cast=loss_cast(types or ()))
         _, cost = _measure(loss, with_targets(value, item.targets), "loss", mesh, runs)
     measured[-1] = measured[-1].model_copy(
         update={name: getattr(measured[-1], name) + getattr(cost, name) for name in _ADDED_BY_LOSS}
@@ -108,13 +111,21 @@ def _measure_layer(layer: Layer, value: Value, kind: str, mesh: Mesh, *, runs: i
     return result
 
 
-def _built(module: PipelineModule, index: int, random: RandomSource, *, recompute: bool, compiler: str) -> Layer:
+def _built(
+    module: PipelineModule,
+    index: int,
+    random: RandomSource,
+    dtype: torch.dtype | None,
+    *,
+    recompute: bool,
+    compiler: str,
+) -> Layer:
     entry = module.entries[index]
     built = copy.deepcopy(entry) if isinstance(entry, nn.Module) else build_module(module, index, random)
     if built is None:
         function: Any = entry
-        return Layer(index, module.type_of(index), function, random, recompute=recompute)
-    flat = FlatLayer(built.to(random.device))
+        return Layer(index, module.type_of(index), function, random, recompute=recompute, cast=cast_for(dtype))
+    flat = FlatLayer(built.to(random.device, dtype))
     compile_layer(built, compiler)
     return Layer(
         index,
@@ -125,6 +136,7 @@ def _built(module: PipelineModule, index: int, random: RandomSource, *, recomput
         flat=flat,
         binding=split(built, flat),
         recompute=recompute,
+        cast=cast_for(dtype),
     )
 
 

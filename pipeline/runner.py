@@ -19,6 +19,7 @@ from pipeline.layer import Layer, RandomSource
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan
+from pipeline.precision.types import loss_cast, types_of
 from pipeline.random_state import preserved
 from pipeline.stage import Stage
 from pipeline.step import Failure, Step
@@ -55,6 +56,7 @@ class Runner:
         own = self.schedule.stages_of_rank(mesh.pipe_rank)
         layers_of_stage = {stage: _layers_of_stage(stage, self.schedule, plan) for stage in own}
         self.all_ties = with_twins(module, 1 + max(self.schedule.copy_of_stage))
+        types = types_of(config.precision, module)
         self.built = build_layers(
             module,
             {held for layers in layers_of_stage.values() for held in layers},
@@ -64,13 +66,14 @@ class Runner:
             mesh.replicas,
             zero=self.zero,
             uncut=config.optimizer_view == "parameters",
+            types=types,
             param_groups=param_groups,
             recompute=plan.recompute,
             reference_numerics=config.reference_numerics,
             compiler=config.compile,
         )
         ends = {route[-1] for route in self.schedule.routes}
-        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random)
+        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, cast=loss_cast(types))
         self._sharing = _sharing(config, self.zero, self.schedule, plan)
         self.stages = {
             stage: Stage(

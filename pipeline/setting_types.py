@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 from pydantic_settings import NoDecode
 
-__all__ = ["PartitionSetting", "RecomputeSetting", "ScheduleOption", "did_you_mean", "explain"]
+__all__ = [
+    "LossScaleSetting",
+    "PartitionSetting",
+    "PrecisionSetting",
+    "RecomputeSetting",
+    "ScheduleOption",
+    "did_you_mean",
+    "explain",
+]
 
 PARTITION_METHODS = ("profile", "parameters", "uniform")
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -79,6 +88,37 @@ def _recompute(value: object) -> object:
     raise _refusal("it must be none, every, every:N with N at least 1, or layer numbers as in 0,2,5")
 
 
+def _precision(value: object) -> object:
+    """Pairs of a pattern and a type, from one type for all, ``pattern=type,pattern=type``, a mapping, or pairs."""
+    if isinstance(value, str):
+        value = [word.rpartition("=")[::2] for word in value.split(",")] if "=" in value else _for_all(value)
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(pairs, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        found = tuple((str(pattern).strip(), str(kind).strip()) for pattern, kind in pairs)
+        if all(pattern and kind in PRECISIONS for pattern, kind in found):
+            return found
+    raise _refusal(
+        "it must be as_built, fp32, bf16 or fp16, or such a type for each pattern of layers, as in "
+        '{"*": "bf16", "*norm*": "fp32"}, on the command line *=bf16,*norm*=fp32'
+    )
+
+
+def _for_all(kind: str) -> list[tuple[str, str]]:
+    return [] if kind == "as_built" else [("*", kind)]
+
+
+def _loss_scale(value: object) -> object:
+    if value == "dynamic":
+        return value
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = 0.0
+    if 0 < number < float("inf"):
+        return number
+    raise _refusal("it must be dynamic, or a number above 0")
+
+
 def _schedule_option(value: object) -> object:
     if isinstance(value, bool | int | float | str):
         return value
@@ -103,4 +143,6 @@ def _refusal(sentence: str) -> PydanticCustomError:
 # NoDecode: on the command line the whole word comes here, not a list split at the commas of a pattern.
 PartitionSetting = Annotated[str | tuple[int, ...], NoDecode, BeforeValidator(_partition)]
 RecomputeSetting = Annotated[str | tuple[int, ...], NoDecode, BeforeValidator(_recompute)]
+PrecisionSetting = Annotated[tuple[tuple[str, str], ...], NoDecode, BeforeValidator(_precision)]
+LossScaleSetting = Annotated[str | float, BeforeValidator(_loss_scale)]
 ScheduleOption = Annotated[bool | int | float | str, BeforeValidator(_schedule_option)]
