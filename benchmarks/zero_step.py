@@ -2,10 +2,10 @@
 
     python -m benchmarks.zero_step [--json]
 
-Seconds of a step on the slower rank, medians over rounds in which each contender makes one. Then what ZeRO 0 to 3 send:
-elements that a rank gave to collectives of its replicas in a step of 4 micro-batches, counted where they are called, over
-those of the formula: 2Ψ(d-1)/d, the same, (m+1)Ψ(d-1)/d, and (g+r)Ψ(d-1)/d with the gathers and reductions that the
-program holds.
+Seconds of a step on the slower rank, medians over rounds in which each contender makes one. Then what ZeRO 0 to 3
+send: elements that a rank gave to collectives of its replicas in a step of 4 micro-batches, counted where they are
+called, over those of the formula: 2Ψ(d-1)/d, the same, (m+1)Ψ(d-1)/d, and (g+r)Ψ(d-1)/d with the gathers and reductions
+that the program holds.
 """
 
 from __future__ import annotations

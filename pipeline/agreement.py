@@ -163,6 +163,7 @@ class Closing:
     rooted: bool  # whether a gradient starts anywhere
     stop: bool  # whether some rank asked to stop
     loss: Tensor
+    nonfinite_loss: int | None  # the first micro-batch, counted over all pipelines, whose loss is no finite number
     squared_norms: tuple[float, ...]  # one a layer, tied parameters in their first
     busy: tuple[float, ...]  # seconds, one a world rank
     span: float  # seconds that the slowest rank's program took
@@ -206,7 +207,8 @@ def close(
     sum_over_ranks(mesh.link, vector)  # in host memory, where it is read
     ranks, terms, norms = vector.split([ranks.numel(), terms.numel(), norms.numel()])
     codes, failed, varied, rooted, stop, busy, span = ranks.view(mesh.size, len(row)).t().tolist()
-    loss = torch.tensor(_summed(terms.reshape(-1).tolist()), dtype=torch.float64)
+    losses_of_all = terms.reshape(-1).tolist()
+    loss = torch.tensor(_summed(losses_of_all), dtype=torch.float64)
     code = int(max(codes))
     return Closing(
         failed=tuple(rank for rank, told in enumerate(failed) if told),
@@ -214,6 +216,7 @@ def close(
         rooted=any(rooted),
         stop=any(stop),
         loss=loss.to(device=mesh.device, dtype=_DTYPES[code - 1] if code else torch.float32),
+        nonfinite_loss=next((i for i, term in enumerate(losses_of_all) if not math.isfinite(term)), None),
         squared_norms=tuple(map(_summed, zip(*norms.view(copies, -1).tolist(), strict=True))),
         busy=tuple(busy),
         span=max(span),

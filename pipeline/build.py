@@ -162,7 +162,10 @@ def build_layers(
         parts = len(replicas.ranks) if zero else 1
         flats[place] = FlatLayer(owner, group_of=group_of, sort_of=sort_of, parts=parts, uncut=uncut)
     share(ties, flats)
-    shards = {place: tuple(Shard(vector, replicas, zero) for vector in flat.vectors) for place, flat in flats.items()}
+    shards = {
+        place: tuple(Shard(v, replicas, zero, master=types[place.layer] is not None) for v in flat.vectors)
+        for place, flat in flats.items()
+    }
     scratch = Scratch()
     layers = {}
     for place, built in modules.items():

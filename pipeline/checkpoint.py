@@ -26,10 +26,20 @@ from pipeline.errors import CheckpointError
 from pipeline.mesh import Mesh
 from pipeline.module import Tie
 from pipeline.state import agreed_misfit
-from pipeline.stretches import Stretch
+from pipeline.stretches import Piece, Stretch
 from pipeline.ties import owner_name
 
-__all__ = ["latest", "load_tensors", "optimizer_entries", "read_header", "require_fit", "restore_optimizer", "save"]
+__all__ = [
+    "latest",
+    "load_tensors",
+    "master_entries",
+    "optimizer_entries",
+    "read_header",
+    "require_fit",
+    "restore_masters",
+    "restore_optimizer",
+    "save",
+]
 
 _LATEST = "latest"
 _HEADER = "header.pt"
@@ -215,9 +225,33 @@ def optimizer_entries(optimizer: Optimizer, flat: FlatParameters, ties: Sequence
                     name = f"optimizer.{key}.{owner_name(ties, stretch.layer, piece.name)}"
                     entries[name] = value
                     if value.shape == parameter.shape:  # else a number, or what is kept of a matrix instead of it
-                        part = value.reshape(-1)[piece.start : piece.stop]
-                        entries[name] = Chunk(part, piece.offset, piece.numel)
+                        entries[name] = _chunk(value, piece)
     return entries
+
+
+def master_entries(flat: FlatParameters, ties: Sequence[Tie]) -> dict[str, Chunk]:
+    """What this rank holds of the weights that the optimizer steps on, whose rounding alone is in the model."""
+    return {
+        f"master.{owner_name(ties, stretch.layer, piece.name)}": _chunk(stretch.parameters, piece)
+        for stretch, _ in flat
+        if stretch.master
+        for piece in stretch.pieces
+    }
+
+
+def restore_masters(flat: FlatParameters, ties: Sequence[Tie], path: Path) -> None:
+    """Set the weights that the optimizer steps on, where a checkpoint has more of them than the model's rounding."""
+    stored = _stored(path)
+    wanted = {
+        f"master.{owner_name(ties, stretch.layer, piece.name)}": _chunk(stretch.parameters, piece)
+        for stretch, _ in flat
+        for piece in stretch.pieces
+    }
+    load_tensors(path, {name: chunk for name, chunk in wanted.items() if name in stored})
+
+
+def _chunk(values: Tensor, piece: Piece) -> Chunk:
+    return Chunk(values.view(-1)[piece.start : piece.stop], piece.offset, piece.numel)
 
 
 def restore_optimizer(optimizer: Optimizer, flat: FlatParameters, ties: Sequence[Tie], path: Path) -> None:
@@ -232,7 +266,7 @@ def restore_optimizer(optimizer: Optimizer, flat: FlatParameters, ties: Sequence
                 dtype, name = entry.properties.dtype, f"optimizer.{key}.{owner}"
                 if tuple(entry.size) == (piece.numel,):
                     whole = state.setdefault(key, torch.zeros(parameter.shape, dtype=dtype, device=parameter.device))
-                    wanted[name] = Chunk(whole.view(-1)[piece.start : piece.stop], piece.offset, piece.numel)
+                    wanted[name] = _chunk(whole, piece)
                 else:
                     device = parameter.device if len(entry.size) else _scalar_device(optimizer, parameter)
                     wanted[name] = state.setdefault(key, torch.zeros(entry.size, dtype=dtype, device=device))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,14 @@ from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, environment, plan_for
 from pipeline.planning import choose_plan
+from pipeline.precision.loss_scale import LossScale, scaling_of
+from pipeline.precision.types import types_of
 from pipeline.recorder import measured_timeline
 from pipeline.runner import Runner
 from pipeline.state import gather_to_first, load_named, named_state
 from pipeline.step import Step
-from pipeline.update import MakeOptimizer, MakeScheduler, Updater, clipping_factor
+from pipeline.update import MakeOptimizer, MakeScheduler, Updater
+from pipeline.verdict import judge
 from pipeline.watch import At
 from schedules import Timeline
 from schedules.restrict import forwards_of
@@ -49,6 +51,8 @@ class StepStats:
     seconds: float
     bubble: float
     gradient_norm: float
+    skipped: bool = False
+    """Whether gradients overflowed in fp16, so that nothing was updated."""
 
 
 class Engine:
@@ -70,6 +74,8 @@ class Engine:
         self.steps = 0
         """Updates applied so far."""
         self.stats: StepStats | None = None
+        self.loss_scale, self._scaling = scaling_of(config, types_of(config.precision, module))
+        """The loss scale of the next step, and how many were skipped; None where no layer computes in fp16."""
         self._make = (make_optimizer, make_scheduler, param_groups)
         self._random = RandomSource(config.seed, mesh.device, mesh.random_lock)
         self._calls = 0
@@ -106,23 +112,25 @@ class Engine:
             raise NotPlanned("this engine has no optimizer, so it cannot train; pass optimizer=... to initialize")
         _, closing = self._run(source, Call.TRAIN_BATCH)
         runner, update = self._planned(), self._updater()
-        loss, norm = float(closing.loss), closing.gradient_norm
-        if self.config.nonfinite_loss == "raise" and not (math.isfinite(loss) and math.isfinite(norm)):
+        types = tuple(f"{i} ({self.module.type_of(i)})" for i in range(len(self.module)))
+        verdict = judge(closing, self.steps, self.config, self.loss_scale, self._scaling, types)
+        self.loss_scale = verdict.scale
+        bubble = 1 - sum(closing.busy) / (closing.span * self.mesh.size)
+        self.stats = StepStats(closing.span, bubble, verdict.norm, verdict.skipped)
+        if verdict.refusal:
             runner.undo()
-            raise NonFiniteLoss(
-                f"the loss of step {self.steps} is {loss} and the norm of its gradients {norm}; nothing was updated. "
-                'Lower the learning rate, set gradient_clipping, or set nonfinite_loss = "ignore" to go on regardless'
-            )
-        factor = clipping_factor(norm, self.config.gradient_clipping)
-        if factor != 1.0:
-            update.scale_gradients(factor)
+            raise NonFiniteLoss(verdict.refusal)
+        if verdict.skipped:
+            runner.undo()
+            return closing.loss
+        if verdict.factor != 1.0:
+            update.scale_gradients(verdict.factor)
         try:
             update.step()
         finally:  # where the optimizer raises, its gradients must not be added to those of the next step
             runner.zero_gradients()
             runner.updated()
         self.steps += 1
-        self.stats = StepStats(closing.span, 1 - sum(closing.busy) / (closing.span * self.mesh.size), norm)
         return closing.loss
 
     def eval_batch(self, source: Any) -> Tensor:
@@ -171,6 +179,7 @@ class Engine:
         runner = self._planned()
         with runner.whole():
             load_named(named_state(runner.built, runner.all_ties), values, self.mesh.world)
+            runner.rewritten()
 
     def save_checkpoint(self, directory: str | Path) -> Path:
         """Write a checkpoint into a directory of checkpoints, on any layout to be loaded on any other.  Collective.
@@ -188,6 +197,8 @@ class Engine:
                 tensors |= checkpoint.optimizer_entries(updater.optimizer, updater.flat, ties)
                 header["groups"] = updater.settings()
                 header["scheduler"] = updater.scheduler.state_dict() if updater.scheduler is not None else None
+                header["loss_scale"] = asdict(self.loss_scale) if self.loss_scale is not None else None
+                tensors |= checkpoint.master_entries(updater.flat, ties)
             return checkpoint.save(Path(directory), self.steps, tensors, header, self.profile, self.mesh)
 
     def load_checkpoint(self, path: str | Path) -> Path:
@@ -213,9 +224,14 @@ class Engine:
             optimizer = None if runner.update is None else runner.update.optimizer
             checkpoint.require_fit(found, header, tensors, optimizer, self.mesh)
             checkpoint.load_tensors(found, tensors)
+            runner.rewritten()
         if runner.update is not None and "groups" in header:
+            checkpoint.restore_masters(runner.update.flat, runner.all_ties, found)
+            runner.updated()
             checkpoint.restore_optimizer(runner.update.optimizer, runner.update.flat, runner.all_ties, found)
             runner.update.restore(header["groups"], header["scheduler"])
+            if self.loss_scale is not None and header.get("loss_scale"):
+                self.loss_scale = LossScale(**header["loss_scale"])
         self.steps = header["steps"]
         return found
 
@@ -325,6 +341,7 @@ class Engine:
     def _run(self, source: Any, call: Call) -> tuple[Step, Closing]:
         """Run one step of any kind up to its closing agreement."""
         mesh, limit, train = self.mesh, self.config.micro_batches, call is Call.TRAIN_BATCH
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         table = self._tables[train]
         self._calls += 1
         mesh.board.begin(self._calls)
@@ -352,6 +369,7 @@ class Engine:
                     for i in range(opening.micro_batches)
                 ],
                 shares=opening.shares,
+                seeds=[share * scale for share in opening.shares],
                 forms=Forms(table, opening.signatures),
             )
             executor, closing = self._planned().attempt(step, stop=self._asked_to_stop)

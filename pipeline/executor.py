@@ -316,7 +316,7 @@ class Executor:
         step = self._step
         key = (stage.number, micro_batch)
         gradients = step.gradients.pop(key, ())
-        result = stage.backward(step.passes[key], gradients, step.shares[micro_batch], defer=defer)
+        result = stage.backward(step.passes[key], gradients, step.seeds[micro_batch], defer=defer)
         if not defer:
             del step.passes[key]
         if previous is None:

@@ -261,8 +261,7 @@ class Runner:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """While open, all parameters of this rank are whole, and what is written into them on all replicas alike stays.
-        Collective over replicas."""
+        """While open, all parameters of this rank are whole.  Collective over replicas."""
         shards = [shard for shards in self.built.shards.values() for shard in shards]
         for shard in shards:
             shard.gather()
@@ -273,7 +272,6 @@ class Runner:
                 yield
             finally:
                 for shard in shards:
-                    shard.take_from_whole()
                     shard.release()
 
     @contextmanager
@@ -288,8 +286,14 @@ class Runner:
             for flat in hidden:
                 flat.hide()
 
+    def rewritten(self) -> None:
+        """The whole parameters have been changed, on all replicas alike."""
+        for shards in self.built.shards.values():
+            for shard in shards:
+                shard.take_from_whole()
+
     def updated(self) -> None:
-        """The optimizer has changed the parameters."""
+        """What the optimizer steps on has been changed."""
         for shards in self.built.shards.values():
             for shard in shards:
                 shard.updated()

@@ -35,7 +35,8 @@ class Step:
     """One training, evaluation or inference step.
 
     ``items`` and the losses exist only on ranks that hold the first or last stage of a route.  ``shares`` are the
-    micro-batches' weights over the total weight of the step.
+    micro-batches' weights over the total weight of the step, ``seeds`` the gradients of their losses: shares times the
+    loss scale.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Step:
     items: Sequence[Item]
     places: Sequence[Place]
     shares: Sequence[float]
+    seeds: Sequence[float]
     forms: Forms
     values: dict[Key, Value] = field(default_factory=dict)  # inputs of a stage, ready to be used
     gradients: dict[Key, Gradients] = field(default_factory=dict)  # of a stage's output, ready to be used

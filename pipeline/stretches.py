@@ -32,6 +32,7 @@ class Stretch(NamedTuple):
     parameters: Tensor
     gradients: Tensor
     pieces: tuple[Piece, ...]
+    master: bool  # whether the model computes with a rounding of these parameters
 
 
 def stretches(
@@ -50,11 +51,12 @@ def stretches(
                 if role in roles:
                     own = slice(start - shard.start, stop - shard.start)
                     pieces = _pieces(flat, vector, start, stop)
-                    parameters, gradients = shard.parameters[own], shard.gradients[own]
+                    parameters, gradients = shard.trained[own], shard.gradients[own]
                     if uncut:
                         shape = next(s.shape for s in flat.slots if s.name == pieces[0].name) or (1,)
                         parameters, gradients = parameters.view(shape), gradients.view(shape)
-                    found.append(Stretch(held.layer, number, parameters, gradients, pieces))
+                    master = shard.trained is not shard.parameters
+                    found.append(Stretch(held.layer, number, parameters, gradients, pieces, master))
     return found
 
 

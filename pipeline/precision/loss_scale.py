@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["LossScale", "Scaling"]
+import torch
+
+from pipeline.config import PipelineConfig
+
+__all__ = ["LossScale", "Scaling", "scaling_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +57,13 @@ class LossScale:
             hysteresis=max(self.hysteresis - 1, 1),
             skipped=self.skipped + 1,
         )
+
+
+def scaling_of(config: PipelineConfig, types: Sequence[torch.dtype | None]) -> tuple[LossScale | None, Scaling]:
+    """The first step's scale and how it moves; no scale where no layer computes in fp16."""
+    dynamic = config.loss_scale == "dynamic"
+    how = Scaling(dynamic, config.loss_scale_window, config.loss_scale_hysteresis, config.loss_scale_minimum)
+    if torch.float16 not in types:
+        return None, how
+    first = config.loss_scale_initial if how.dynamic else float(config.loss_scale)
+    return LossScale(first, hysteresis=how.hysteresis), how

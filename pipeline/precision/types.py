@@ -22,8 +22,8 @@ def types_of(precision: Sequence[tuple[str, str]], module: PipelineModule) -> tu
     """The type of each layer, None where it stays as its constructor makes it.
 
     A pattern matches a layer's number, the name of its type, or the key it is tied by, in any case of letters; the last
-    that matches counts.  Raises ``ConfigError`` for a pattern that no layer matches, and where layers that are tied would
-    have different types.
+    that matches counts.  Raises ``ConfigError`` for a pattern that no layer matches, and where layers that are tied
+    would have different types.
     """
     names = [_names(module, index) for index in range(len(module))]
     for pattern, _ in precision:
@@ -39,8 +39,8 @@ def types_of(precision: Sequence[tuple[str, str]], module: PipelineModule) -> tu
         for other in others:
             if found[other] != found[first]:
                 raise ConfigError(
-                    f"precision gives layers {first} and {other}, which are tied as {tie.name!r}, different types; name "
-                    "them by one pattern, such as the key they are tied by"
+                    f"precision gives layers {first} and {other}, which are tied as {tie.name!r}, different types; "
+                    "name them by one pattern, such as the key they are tied by"
                 )
     return tuple(found)
 

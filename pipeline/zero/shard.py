@@ -14,14 +14,17 @@ __all__ = ["Shard"]
 class Shard:
     """A rank's part of a layer's vector, elements ``start`` to ``stop``; with ZeRO 0 that is all of it.
 
+    The optimizer steps on ``trained``: the part itself, or with ``master`` and parameters of 16 bits, of which one step
+    may be too small to change any, a copy of it in fp32.
+
     A layer's tensors are views of the whole vector for life.  Where it is whole only while it is used, its memory
     alone goes and comes back: views, what autograd has saved, and versions stay what they are.
     """
 
-    __slots__ = ("_arriving", "_group", "_stays", "_summing", "_total", "_users", "gradients", "parameters", "start",
-                 "stop", "vector", "whole", "zero")  # fmt: skip
+    __slots__ = ("_arriving", "_group", "_has_master", "_stays", "_summing", "_total", "_users", "gradients",
+                 "parameters", "start", "stop", "trained", "vector", "whole", "zero")  # fmt: skip
 
-    def __init__(self, vector: FlatVector, group: Group, zero: int) -> None:
+    def __init__(self, vector: FlatVector, group: Group, zero: int, *, master: bool = False) -> None:
         parts, rank = (len(group.ranks), group.rank) if zero else (1, 0)
         length = vector.parameters.numel() // parts
         self.vector = vector
@@ -31,10 +34,14 @@ class Shard:
         """Whether the vector's parameters are those of all ranks, or on their way."""
         own = slice(self.start, self.stop)
         # Of a vector without memory, all of whose values are another layer's, only the gradients are of use.
-        self._stays = zero == 0 or not vector.parameters.untyped_storage().nbytes()
+        borrowed = not vector.parameters.untyped_storage().nbytes()
+        self._stays = zero == 0 or borrowed
         self.parameters = vector.parameters
         if zero and not self._stays:
             self.parameters = vector.parameters[own] if zero < 3 else vector.parameters[own].clone()
+        narrow = vector.parameters.dtype in (torch.bfloat16, torch.float16)
+        self._has_master = master and narrow and not borrowed and vector.gradients.numel() > 0
+        self.trained = self.parameters.float() if self._has_master else self.parameters
         self.gradients = vector.gradients[own] if zero < 2 else torch.zeros_like(vector.gradients[own])
         self._group = group
         self._users = 0
@@ -69,8 +76,11 @@ class Shard:
         if self.zero >= 3 and not self._users:
             self._drop_parameters()
 
+    @torch.no_grad()
     def updated(self) -> None:
         """The optimizer has changed this rank's part, and the others theirs."""
+        if self._has_master:
+            self.parameters.copy_(self.trained)
         self.whole &= self._stays or not self.vector.gradients.numel()
 
     @torch.no_grad()
@@ -78,6 +88,8 @@ class Shard:
         """The whole has been changed on every rank alike: make the part the same."""
         if self.zero >= 3 and not self._stays:
             self.parameters.copy_(self.vector.parameters[self.start : self.stop])
+        if self._has_master:
+            self.trained.copy_(self.parameters)
 
     def _drop_parameters(self) -> None:
         if not self._stays:
