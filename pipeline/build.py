@@ -149,18 +149,11 @@ def build_layers(
     real = separate({place: built for place, built in modules.items() if built is not None})
     modules |= real
     group_of_name, groups, trainable = _agree_on_groups(real, ties, param_groups, pipeline)
-    flats = {}
-    for place, owner in real.items():
-
-        def group_of(name: str, _: nn.Parameter, place: Held = place) -> int:
-            return group_of_name[owner_name(ties, place.layer, name)] * len(Role) + role(ties, modules, place, name)
-
-        def sort_of(name: str, parameter: nn.Parameter, place: Held = place) -> Sort:
-            # All uses of a tie are cut into the same parts; and biases lie apart, whose gradients are there after I.
-            return Sort(tie_of(ties, place.layer, name), parameter.dim() >= 2 or zero < 2)
-
-        parts = len(replicas.ranks) if zero else 1
-        flats[place] = FlatLayer(owner, group_of=group_of, sort_of=sort_of, parts=parts, uncut=uncut)
+    parts = len(replicas.ranks) if zero else 1
+    flats = {
+        place: _flatten(place, real, modules, ties, group_of_name, parts=parts, apart=zero >= 2, uncut=uncut)
+        for place in real
+    }
     share(ties, flats)
     shards = {
         place: tuple(Shard(v, replicas, zero, master=types[place.layer] is not None) for v in flat.vectors)
@@ -185,6 +178,28 @@ def build_layers(
             cast=cast_for(types[index]),
         )
     return BuiltLayers(layers, flats, shards, groups, trainable, uncut)
+
+
+def _flatten(
+    place: Held,
+    real: Mapping[Held, nn.Module],
+    modules: Mapping[Held, nn.Module | None],
+    ties: Sequence[Tie],
+    group_of_name: Mapping[str, int],
+    *,
+    parts: int,
+    apart: bool,
+    uncut: bool,
+) -> FlatLayer:
+    """One layer's vectors, of so many parts; ``apart``: biases, whose gradients are there after I, lie by themselves."""
+
+    def group_of(name: str, _: nn.Parameter) -> int:
+        return group_of_name[owner_name(ties, place.layer, name)] * len(Role) + role(ties, modules, place, name)
+
+    def sort_of(name: str, parameter: nn.Parameter) -> Sort:
+        return Sort(tie_of(ties, place.layer, name), parameter.dim() >= 2 or not apart)  # all uses are cut alike
+
+    return FlatLayer(real[place], group_of=group_of, sort_of=sort_of, parts=parts, uncut=uncut)
 
 
 def compile_layer(built: nn.Module, compiler: str) -> None:
