@@ -31,7 +31,7 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 bench: $(READY) $(PEERS)/.ready
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -191,7 +191,7 @@ def _flatten(
     apart: bool,
     uncut: bool,
 ) -> FlatLayer:
-    """One layer's vectors, of so many parts; ``apart``: biases, whose gradients are there after I, lie by themselves."""
+    """One layer's vectors, in so many parts; ``apart``: biases, whose gradients come with I, lie by themselves."""
 
     def group_of(name: str, _: nn.Parameter) -> int:
         return group_of_name[owner_name(ties, place.layer, name)] * len(Role) + role(ties, modules, place, name)

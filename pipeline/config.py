@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pipeline.errors import ConfigError
 from pipeline.setting_sources import Arguments, Source, add_flags, merge, read_flags, read_source
 from pipeline.setting_types import (
+    BytesSetting,
     LossScaleSetting,
     PartitionSetting,
     PrecisionSetting,
@@ -112,8 +113,12 @@ class PipelineConfig(BaseModel):
     those of other layouts to rounding, and no longer in every bit."""
 
     recompute: RecomputeSetting = "none"
-    """Layers that keep only their input and run forward again before their backward: none, every,
-    every:N (each N-th), or layer numbers as in 0,2,5."""
+    """Layers that keep only their input and run forward again before their backward: none, every, every:N (each N-th),
+    layer numbers as in 0,2,5, or auto, the layers with which every rank keeps within memory_limit at the least cost."""
+
+    memory_limit: BytesSetting | None = None
+    """Bytes of one rank for parameters, gradients, optimizer state, activations and messages together, which
+    recompute = "auto" keeps to: a number, or one with a unit as in 8GiB."""
 
     # How it runs
     device: str = "auto"
@@ -154,6 +159,11 @@ class PipelineConfig(BaseModel):
             raise ConfigError(
                 "weight_grad_batching sums over several micro-batches in one product, which plain PyTorch does not, so "
                 "that it contradicts reference_numerics; set one of the two to false"
+            )
+        if (self.recompute == "auto") != (self.memory_limit is not None):
+            raise ConfigError(
+                'recompute = "auto" chooses layers so that each rank keeps within memory_limit: set both or neither, '
+                'as in memory_limit = "8GiB"'
             )
         return self
 

@@ -28,7 +28,7 @@ from pipeline.memory import MemoryReport, held_by, predicted_memory
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, environment, plan_for
-from pipeline.planning import choose_plan
+from pipeline.planning import choose_plan, planned_costs
 from pipeline.precision.loss_scale import LossScale, scaling_of
 from pipeline.precision.types import types_of
 from pipeline.recorder import measured_timeline
@@ -93,6 +93,10 @@ class Engine:
             raise ConfigError(f"schedule {config.schedule!r} has no backward; to train, set schedule to 1f1b, say")
         if len(module) < self.schedule.num_layer_groups and not isinstance(config.partition, tuple):
             raise FewerLayersThanStages(len(module), self.schedule.num_layer_groups)
+        if config.recompute == "auto" and config.partition != "profile" and self.profile is None:
+            raise ConfigError(
+                'recompute = "auto" must know what layers keep and cost; set partition = "profile", or give a profile'
+            )
         if config.partition != "profile" or self.profile is not None:
             self._plan(None)
 
@@ -285,7 +289,7 @@ class Engine:
         plan = self._planned().plan
         if self.profile is None:
             raise NotPlanned('there is no profile to predict from; set partition = "profile", or pass a profile')
-        return predict_timeline(self.profile, plan.partition, self.schedule)
+        return predict_timeline(planned_costs(self.config, plan, self.profile), plan.partition, self.schedule)
 
     def memory_report(self) -> MemoryReport:
         """What each rank of the pipeline holds now, in bytes, beside what was predicted where there is a profile.
@@ -295,7 +299,10 @@ class Engine:
         runner = self._planned()
         optimizer = None if runner.update is None else runner.update.optimizer
         measured = tuple(self.mesh.pipeline.all_gather_object(held_by(runner.built, optimizer)))
-        return MemoryReport(measured, predicted_memory(runner.plan, self.profile) if self.profile else None)
+        if self.profile is None:
+            return MemoryReport(measured, None)
+        costs = planned_costs(self.config, runner.plan, self.profile)
+        return MemoryReport(measured, predicted_memory(runner.plan, costs))
 
     def split_report(self) -> ModelSplit:
         """Which weights get their gradient by W, where the schedule has W apart, and which by I, and why.

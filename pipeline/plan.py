@@ -91,7 +91,7 @@ def plan_for(config: PipelineConfig, module: PipelineModule, mesh: Mesh, cuts: t
 
 def _recomputed(config: PipelineConfig, layers: int) -> tuple[int, ...]:
     chosen = config.recompute
-    if chosen == "none":
+    if chosen in ("none", "auto"):  # which those are is chosen when the layers have been timed
         return ()
     if isinstance(chosen, str):
         step = int(chosen.partition(":")[2] or 1)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from partition import Partition, Profile, make_partition
+from dataclasses import replace
+from functools import partial
+
+from partition import Partition, Profile, StateBytes, make_partition
+from partition.recompute import choose_cuts_and_recomputed, choose_recomputed, recomputed
 from pipeline.batch import Item
 from pipeline.config import PipelineConfig
 from pipeline.layer import RandomSource
@@ -15,7 +19,7 @@ from pipeline.timed import timed
 from pipeline.watch import At
 from schedules import Schedule, facts
 
-__all__ = ["choose_plan"]
+__all__ = ["choose_plan", "planned_costs"]
 
 
 def choose_plan(
@@ -52,14 +56,32 @@ def choose_plan(
         counts = count_parameters(module, random)
     types = [module.type_of(index) for index in range(len(module))]
 
-    def cut(one: Schedule) -> Partition:
-        return make_partition(config.partition, one, profile=profile, types=types, parameters=counts)
+    def cut(one: Schedule, costs: Profile | None = profile) -> Partition:
+        return make_partition(config.partition, one, profile=costs, types=types, parameters=counts)
 
-    plan = plan_for(config, module, mesh, cut(schedule).cuts)
-    if profile is not None and "costs" in facts(config.schedule).options:
+    plan = plan_for(config, module, mesh, cuts=())
+    memory = StateBytes().in_parts(plan.zero, plan.data)
+    costs = profile
+    if config.memory_limit is None or profile is None:
+        plan = replace(plan, cuts=cut(schedule).cuts)
+    else:
+        limit = config.memory_limit
+        partition, layers = choose_cuts_and_recomputed(profile, schedule, partial(cut, schedule), limit, memory)
+        plan, costs = replace(plan, cuts=partition.cuts, recompute=layers), recomputed(profile, layers)
+    if costs is not None and "costs" in facts(config.schedule).options:
         free = config.stages_per_rank is None and not isinstance(config.partition, tuple)
         # Timing may take a while, so one rank does it for all.
-        chosen = timed(plan, schedule, profile, cut, free=free) if mesh.world.rank == 0 else None
+        by_costs = partial(cut, costs=costs)
+        chosen = timed(plan, schedule, costs, by_costs, free=free) if mesh.world.rank == 0 else None
         plan = mesh.world.broadcast_object(chosen, 0)
+        if config.memory_limit is not None and profile is not None:  # it may have chosen other stages
+            built = plan.build_schedule()
+            layers = choose_recomputed(profile, plan.partition, built, config.memory_limit, memory)
+            plan = replace(plan, recompute=layers)
     agree_on({"plan": plan.digest()}, mesh.world)
     return plan, profile
+
+
+def planned_costs(config: PipelineConfig, plan: Plan, profile: Profile) -> Profile:
+    """What the plan's layers cost: those that it chose to recompute were measured without."""
+    return recomputed(profile, plan.recompute) if config.recompute == "auto" else profile

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from pydantic_settings import NoDecode
 
 __all__ = [
+    "BytesSetting",
     "LossScaleSetting",
     "PartitionSetting",
     "PrecisionSetting",
@@ -75,17 +76,17 @@ def _type_pattern(method: str) -> str:
 
 
 def _recompute(value: object) -> object:
-    """``none``, ``every``, ``every:N`` with N above 1, or layer numbers in order, each once."""
+    """``none``, ``auto``, ``every``, ``every:N`` with N above 1, or layer numbers in order, each once."""
     if isinstance(value, str):
         word, _, step = value.partition(":")
-        if value in ("none", "every"):
+        if value in ("none", "every", "auto"):
             return value
         if word == "every" and step.isdecimal() and int(step) > 0:
             return "every" if int(step) == 1 else f"every:{int(step)}"
     layers = _integers(value)
     if layers is not None:
         return tuple(sorted(set(layers)))
-    raise _refusal("it must be none, every, every:N with N at least 1, or layer numbers as in 0,2,5")
+    raise _refusal("it must be none, auto, every, every:N with N at least 1, or layer numbers as in 0,2,5")
 
 
 def _precision(value: object) -> object:
@@ -105,6 +106,17 @@ def _precision(value: object) -> object:
 
 def _for_all(kind: str) -> list[tuple[str, str]]:
     return [] if kind == "as_built" else [("*", kind)]
+
+
+def _bytes(value: object) -> object:
+    """A number of bytes, from one or from text such as 8GiB."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?B?\s*", str(value))
+    if match is not None and match[1].count(".") <= 1 and match[1] != ".":
+        unit = match[2] or ""
+        return float(match[1]) * (1024 if unit.endswith("i") else 1000) ** (" KMGT".index(unit[0]) if unit else 0)
+    raise _refusal("it must be a number of bytes, or one with a unit as in 8GiB or 500MB")
 
 
 def _loss_scale(value: object) -> object:
@@ -144,5 +156,6 @@ def _refusal(sentence: str) -> PydanticCustomError:
 PartitionSetting = Annotated[str | tuple[int, ...], NoDecode, BeforeValidator(_partition)]
 RecomputeSetting = Annotated[str | tuple[int, ...], NoDecode, BeforeValidator(_recompute)]
 PrecisionSetting = Annotated[tuple[tuple[str, str], ...], NoDecode, BeforeValidator(_precision)]
+BytesSetting = Annotated[Annotated[float, Field(gt=0)], BeforeValidator(_bytes)]
 LossScaleSetting = Annotated[str | float, BeforeValidator(_loss_scale)]
 ScheduleOption = Annotated[bool | int | float | str, BeforeValidator(_schedule_option)]

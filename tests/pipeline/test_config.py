@@ -189,7 +189,7 @@ def test_counts_start_at_one(name: str) -> None:
         ("schedule_options", [1], "it must be a valid dictionary"),
         ("partition", "type:", "after type: must stand the type of a layer, as in type:Block"),
         ("partition", "type:{}?(", "after type: must stand a regular expression (missing ), un"),
-        ("recompute", "every:0", "it must be none, every, every:N with N at least 1, or layer numbers"),
+        ("recompute", "every:0", "it must be none, auto, every, every:N with N at least 1, or layer numbers"),
     ],
 )
 def test_a_refusal_says_what_was_given_what_is_allowed_and_the_default(
@@ -321,6 +321,7 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
         "reference_numerics": True,
         "weight_grad_batching": True,
         "recompute": "every",
+        "memory_limit": "1GiB",
         "device": "cpu",
         "threads": 2,
         "link": "gloo",
@@ -333,7 +334,12 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
     default = PipelineConfig()
     digests = {default.digest()}
     for name, value in others.items():
-        config = PipelineConfig(**{name: value})
-        assert config.differences(default) == default.differences(config) == (name,)
+        if name == "memory_limit":  # it goes with another
+            auto = PipelineConfig(recompute="auto", memory_limit="2GiB")
+            config = PipelineConfig(recompute="auto", memory_limit=value)
+            assert config.differences(auto) == (name,)
+        else:
+            config = PipelineConfig(**{name: value})
+            assert config.differences(default) == default.differences(config) == (name,)
         digests.add(config.digest())
     assert len(digests) == 1 + len(others)
