@@ -202,7 +202,10 @@ def close(
         terms[mesh.data_rank, torch.tensor(counted)] = found * shares_of
     copies = mesh.data if sharded else 1
     norms = torch.zeros(copies, len(squared_norms), dtype=torch.float64)
-    norms[mesh.data_rank if sharded else 0] = torch.tensor([float(n) for n in squared_norms], dtype=torch.float64)
+    here = [(layer, norm) for layer, norm in enumerate(squared_norms) if isinstance(norm, Tensor)]
+    if here:  # one transfer for all of them
+        together = torch.stack([norm for _, norm in here]).cpu()
+        norms[mesh.data_rank if sharded else 0, torch.tensor([layer for layer, _ in here])] = together
     vector = torch.cat([ranks.reshape(-1), terms.reshape(-1), norms.reshape(-1)])
     sum_over_ranks(mesh.link, vector)  # in host memory, where it is read
     ranks, terms, norms = vector.split([ranks.numel(), terms.numel(), norms.numel()])
