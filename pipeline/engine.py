@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from pipeline.agreement import Call, Closing
 from pipeline.batch import Item
 from pipeline.build import ParamGroups, check_ready_modules
 from pipeline.config import PipelineConfig
-from pipeline.errors import CheckpointError, ConfigError, NonFiniteLoss, NotPlanned
+from pipeline.errors import CheckpointError, ConfigError, NonFiniteLoss, NotPlanned, TrainingWarning
 from pipeline.exchange import Forms, ShapeTable
 from pipeline.executor import Executor
+from pipeline.gradients.health import GradientHealth
 from pipeline.gradients.report import ModelSplit, model_split
 from pipeline.intake import take_in
 from pipeline.layer import Place, RandomSource
@@ -34,6 +36,7 @@ from pipeline.precision.types import types_of
 from pipeline.recorder import measured_timeline
 from pipeline.runner import Runner
 from pipeline.state import gather_to_first, load_named, named_state
+from pipeline.stats import StepStats, stats_of
 from pipeline.step import Step
 from pipeline.update import MakeOptimizer, MakeScheduler, Updater
 from pipeline.verdict import judge
@@ -41,18 +44,7 @@ from pipeline.watch import At
 from schedules import Timeline
 from schedules.restrict import forwards_of
 
-__all__ = ["Engine", "StepStats"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What is known of the last training step on every rank without asking: seconds, and fractions of them."""
-
-    seconds: float
-    bubble: float
-    gradient_norm: float
-    skipped: bool = False
-    """Whether gradients overflowed in fp16, so that nothing was updated."""
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -78,6 +70,8 @@ class Engine:
         """The loss scale of the next step, and how many were skipped; None where no layer computes in fp16."""
         self._make = (make_optimizer, make_scheduler, param_groups)
         self._random = RandomSource(config.seed, mesh.device, mesh.random_lock)
+        self._names = tuple(f"{i} ({module.type_of(i)})" for i in range(len(module)))
+        self._health = GradientHealth(self._names)
         self._calls = 0
         self._tables = {True: ShapeTable(), False: ShapeTable()}  # by whether gradients flow
         self._stopping = self._asked_to_stop = False
@@ -116,17 +110,19 @@ class Engine:
             raise NotPlanned("this engine has no optimizer, so it cannot train; pass optimizer=... to initialize")
         _, closing = self._run(source, Call.TRAIN_BATCH)
         runner, update = self._planned(), self._updater()
-        types = tuple(f"{i} ({self.module.type_of(i)})" for i in range(len(self.module)))
-        verdict = judge(closing, self.steps, self.config, self.loss_scale, self._scaling, types)
+        used = 1.0 if self.loss_scale is None else self.loss_scale.value
+        verdict = judge(closing, self.steps, self.config, self.loss_scale, self._scaling, self._names)
+        self.stats = stats_of(closing, verdict, self.mesh.size, used)
         self.loss_scale = verdict.scale
-        bubble = 1 - sum(closing.busy) / (closing.span * self.mesh.size)
-        self.stats = StepStats(closing.span, bubble, verdict.norm, verdict.skipped)
         if verdict.refusal:
             runner.undo()
             raise NonFiniteLoss(verdict.refusal)
         if verdict.skipped:
             runner.undo()
             return closing.loss
+        advice = self._health.observe(closing.squared_norms)
+        if advice and self.mesh.rank == 0:
+            warnings.warn(advice, TrainingWarning, stacklevel=2)
         if verdict.factor != 1.0:
             update.scale_gradients(verdict.factor)
         try:

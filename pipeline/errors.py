@@ -103,6 +103,10 @@ class FormVaried(PipelineError):
         return f"the input of stage {self.stage} does not have the form that it had for inputs of the same shapes"
 
 
+class TrainingWarning(UserWarning):
+    """Training goes on, but not well; told once, on rank 0."""
+
+
 class StepFailed(PipelineError):
     """A layer raised on one rank; raised on all ranks at the end of the step, which changed nothing."""
 
