@@ -55,7 +55,7 @@ def rotated(x: Tensor) -> Tensor:
     frequency = 1e-4 ** torch.linspace(0, 1, a.shape[-1], device=x.device)
     angle = torch.outer(torch.arange(x.shape[-2], device=x.device), frequency)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
 def embedding(dim: int) -> nn.Embedding:

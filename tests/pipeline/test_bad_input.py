@@ -302,7 +302,7 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(how: str, layout:
         losses = []
         for step in range(3):
             if spoil and step != 1:
-                with pytest.raises(NonFiniteLoss, match=r"nothing was updated. Lower the learning rate"):
+                with pytest.raises(NonFiniteLoss, match=r"nothing was updated\. .*Lower the learning rate"):
                     engine.train_batch(marked(step + 10, True))
                 assert engine.steps == step
             losses.append(engine.train_batch(marked(step, False)).item())
