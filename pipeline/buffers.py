@@ -108,8 +108,10 @@ class Buffers:
         return torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in saved]) if saved else None
 
     @torch.no_grad()
-    def unpack(self, together: Tensor) -> None:
+    def unpack(self, together: Tensor | None) -> None:
         """Make the saved ones what ``packed`` gave of the same layer elsewhere."""
+        if together is None:
+            return
         saved = self._saved()
         for buffer, part in zip(saved, together.split([b.nbytes for b in saved]), strict=True):
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

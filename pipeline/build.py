@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.before import Before
 from pipeline.errors import ModelError
 from pipeline.gradients.flat import FlatLayer, Sort
 from pipeline.gradients.scratch import Scratch
@@ -116,6 +117,8 @@ class BuiltLayers:
     groups: tuple[Mapping[str, Any], ...]
     trainable: bool
     uncut: bool
+    how: tuple[Any, ...] = ()
+    """What a vector depends on beside its layer and its ties: where it is equal, another layout may keep the vector."""
 
     def stretches(self, *roles: Role) -> list[Stretch]:
         """What this rank holds of all parameters with one of these roles, in layer order."""
@@ -137,32 +140,45 @@ def build_layers(
     recompute: Sequence[int],
     reference_numerics: bool,
     compiler: str,
+    before: Before | None = None,
 ) -> BuiltLayers:
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
     ``ties`` are those of all copies of the model; ``zero`` says what of it ``replicas`` hold in parts,
-    and ``uncut`` that each parameter is in one of them; ``types`` are what each layer computes in.
+    and ``uncut`` that each parameter is in one of them; ``types`` are what each layer computes in.  ``before`` is what
+    this rank held in another layout: modules that are still here are taken on, with their vectors where they can stay.
 
     Raises ``ModelError`` when tied layers do not fit each other.
     """
-    modules = {place: build_module(module, place.layer, random, types[place.layer]) for place in sorted(held)}
-    real = separate({place: built for place, built in modules.items() if built is not None})
-    modules |= real
+    how = (id(replicas), zero, uncut, reference_numerics, compiler)
+    places = sorted(held)
+    stays = set() if before is None else before.staying(places, ties, types, how)
+    modules = _modules(module, places, stays, random, types, before)
+    real = {place: built for place, built in modules.items() if built is not None}
     group_of_name, groups, trainable = _agree_on_groups(real, ties, param_groups, pipeline)
     parts = len(replicas.ranks) if zero else 1
+    kept = before.built if before is not None else None
     flats = {
-        place: _flatten(place, real, modules, ties, group_of_name, parts=parts, apart=zero >= 2, uncut=uncut)
+        place: kept.flats[place]
+        if kept is not None and place in stays
+        else _flatten(place, real, modules, ties, group_of_name, parts=parts, apart=zero >= 2, uncut=uncut)
         for place in real
     }
     share(ties, flats)
     shards = {
-        place: tuple(Shard(v, replicas, zero, master=types[place.layer] is not None) for v in flat.vectors)
+        place: kept.shards[place]
+        if kept is not None and place in stays
+        else tuple(Shard(v, replicas, zero, master=types[place.layer] is not None) for v in flat.vectors)
         for place, flat in flats.items()
     }
     scratch = Scratch()
     layers = {}
     for place, built in modules.items():
         index, binding = place.layer, None
+        if kept is not None and place in stays:
+            layers[place] = kept.layers[place]
+            layers[place].recompute = index in recompute
+            continue
         if built is not None:
             compile_layer(built, compiler)
             binding = split(built, flats[place], scratch=scratch, reference_numerics=reference_numerics)
@@ -177,7 +193,36 @@ def build_layers(
             recompute=index in recompute,
             cast=cast_for(types[index]),
         )
-    return BuiltLayers(layers, flats, shards, groups, trainable, uncut)
+    return BuiltLayers(layers, flats, shards, groups, trainable, uncut, how)
+
+
+def _modules(
+    module: PipelineModule,
+    places: Sequence[Held],
+    stays: Set[Held],
+    random: RandomSource,
+    types: Sequence[torch.dtype | None],
+    before: Before | None,
+) -> dict[Held, nn.Module | None]:
+    """The module of each layer, no two of which share anything; those that were here before are taken on."""
+    found: dict[Held, nn.Module | None] = {}
+    if before is not None:
+        before.release([p for p in before.built.layers if p not in stays and (p in places or _is_ready(module, p))])
+    for place in sorted(places, key=lambda place: (place not in stays, place)):  # those keep what they share
+        dtype = types[place.layer]
+        if before is not None and before.fits(place, dtype):
+            own = before.built.layers[place].module
+            found[place] = own if own is None or place in stays else own.to(random.device, dtype)
+        else:
+            found[place] = build_module(module, place.layer, random, dtype)
+    found |= separate({place: built for place, built in found.items() if built is not None})
+    if before is not None:
+        before.freeze({place: built for place, built in found.items() if built is not None})
+    return {place: found[place] for place in places}
+
+
+def _is_ready(module: PipelineModule, place: Held) -> bool:
+    return isinstance(module.entries[place.layer], nn.Module)
 
 
 def _flatten(

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.optim import Optimizer
 
 from partition import Profile
-from pipeline.chunks import Chunk, Entries, ReadPlanner, WritePlanner, sorted_out
+from pipeline.chunks import Chunk, Described, Entries, ReadPlanner, WritePlanner, sorted_out
 from pipeline.errors import CheckpointError
 from pipeline.mesh import Mesh
 from pipeline.module import Tie
@@ -34,6 +34,7 @@ __all__ = [
     "load_tensors",
     "master_entries",
     "optimizer_entries",
+    "optimizer_targets",
     "read_header",
     "require_fit",
     "restore_masters",
@@ -157,7 +158,7 @@ def require_fit(
 
     ``tensors`` are those of this rank's part of the model: together they must be all that is stored.
     """
-    stored: Mapping[str, TensorStorageMetadata] = {}
+    stored: Mapping[str, Described] = {}
     try:
         stored = _stored(path)
         misfit = _misfit(stored, header, tensors, optimizer)
@@ -173,7 +174,7 @@ def require_fit(
 
 
 def _misfit(
-    stored: Mapping[str, TensorStorageMetadata],
+    stored: Mapping[str, Described],
     header: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     optimizer: Optimizer | None,
@@ -183,7 +184,7 @@ def _misfit(
         if name not in stored:
             return f"it has no {name!r}"
         if stored[name].size != tensor.shape:
-            return f"{name} has shape {tuple(stored[name].size)}, the model needs {tuple(tensor.shape)}"
+            return f"{name} has shape {stored[name].size}, the model needs {tuple(tensor.shape)}"
     if optimizer is None or "groups" not in header:
         return ""
     kind, groups, saved = type(optimizer).__name__, len(optimizer.param_groups), len(header["groups"])
@@ -202,10 +203,14 @@ def load_tensors(path: Path, wanted: Entries) -> None:
             load(whole, storage_reader=FileSystemReader(path), planner=ReadPlanner(chunks), no_dist=True)
 
 
-def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
+def _stored(path: Path) -> dict[str, Described]:
     with _readable(path):
         metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    return {
+        name: Described(entry.properties.dtype, tuple(entry.size))
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 # -- the optimizer's state, by parameter ---------------------------------------------------------------------
@@ -256,33 +261,36 @@ def _chunk(values: Tensor, piece: Piece) -> Chunk:
 
 def restore_optimizer(optimizer: Optimizer, flat: FlatParameters, ties: Sequence[Tie], path: Path) -> None:
     """Rebuild the optimizer's state from a checkpoint of any layout."""
-    stored = _stored(path)
+    load_tensors(path, optimizer_targets(optimizer, flat, ties, _stored(path)))
+
+
+def optimizer_targets(
+    optimizer: Optimizer, flat: FlatParameters, ties: Sequence[Tie], stored: Mapping[str, Described]
+) -> dict[str, Tensor | Chunk]:
+    """Give parameters all the state that is ``stored`` of them, 0 until what is returned has been filled."""
+    keys: dict[str, list[str]] = {}
+    for full in stored:
+        kind, _, rest = full.partition(".")
+        key, _, owner = rest.partition(".")
+        if kind == "optimizer":
+            keys.setdefault(owner, []).append(key)
     wanted: dict[str, Tensor | Chunk] = {}
     for stretch, parameter in flat:
         state: dict[str, Tensor] = {}
         for piece in stretch.pieces:
             owner = owner_name(ties, stretch.layer, piece.name)
-            for key, entry in _entries_of(stored, owner):
-                dtype, name = entry.properties.dtype, f"optimizer.{key}.{owner}"
-                if tuple(entry.size) == (piece.numel,):
+            for key in keys.get(owner, ()):
+                name = f"optimizer.{key}.{owner}"
+                dtype, size = stored[name]
+                if size == (piece.numel,):
                     whole = state.setdefault(key, torch.zeros(parameter.shape, dtype=dtype, device=parameter.device))
                     wanted[name] = _chunk(whole, piece)
                 else:
-                    device = parameter.device if len(entry.size) else _scalar_device(optimizer, parameter)
-                    wanted[name] = state.setdefault(key, torch.zeros(entry.size, dtype=dtype, device=device))
+                    device = parameter.device if size else _scalar_device(optimizer, parameter)
+                    wanted[name] = state.setdefault(key, torch.zeros(size, dtype=dtype, device=device))
         if state:
             optimizer.state[parameter] = state
-    load_tensors(path, wanted)
-
-
-def _entries_of(stored: Mapping[str, TensorStorageMetadata], name: str) -> list[tuple[str, TensorStorageMetadata]]:
-    found = []
-    for full, entry in stored.items():
-        if full.startswith("optimizer.") and full.endswith(f".{name}"):
-            key = full.removeprefix("optimizer.").removesuffix(f".{name}")
-            if "." not in key:
-                found.append((key, entry))
-    return found
+    return wanted
 
 
 def _scalar_device(optimizer: Optimizer, parameter: nn.Parameter) -> torch.device:

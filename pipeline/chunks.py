@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-__all__ = ["Chunk", "Entries", "ReadPlanner", "WritePlanner", "sorted_out"]
+__all__ = ["Chunk", "Described", "Entries", "ReadPlanner", "WritePlanner", "sorted_out"]
 
 
 class Chunk(NamedTuple):
@@ -26,6 +26,13 @@ class Chunk(NamedTuple):
     values: Tensor
     offset: int
     numel: int
+
+
+class Described(NamedTuple):
+    """What an entry is, without its values: a vector, in whatever chunks, or a tensor of any shape."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
 
 
 Entries = Mapping[str, Tensor | Chunk]

@@ -27,10 +27,11 @@ from pipeline.gradients.report import ModelSplit, model_split
 from pipeline.intake import take_in
 from pipeline.layer import Place, RandomSource
 from pipeline.memory import MemoryReport, held_by, predicted_memory
-from pipeline.mesh import Mesh
+from pipeline.mesh import Mesh, make_mesh
+from pipeline.migrate import Moved, hold, move
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, environment, plan_for
-from pipeline.planning import choose_plan, planned_costs
+from pipeline.planning import changed, choose_plan, next_plan, planned_costs
 from pipeline.precision.loss_scale import LossScale, scaling_of
 from pipeline.precision.types import types_of
 from pipeline.recorder import measured_timeline
@@ -235,6 +236,41 @@ class Engine:
         self.steps = header["steps"]
         return found
 
+    # -- layout ----------------------------------------------------------------------------------------------
+
+    def relayout(self, **changes: Any) -> Moved:
+        """Go on with other settings: another schedule, other cuts, ranks arranged otherwise.  Collective.
+
+        ``changes`` are settings by name; weights, the optimizer's state, buffers and all else that training depends on
+        move from rank to rank, only where they must.  Parameters that have been frozen or thawed are taken as they are.
+        The optimizer and its schedule are new objects in the same state; user code that keeps state in a layer outside
+        of parameters, buffers and ``get_extra_state`` loses it where the layer moves.
+
+        Raises ``ConfigError`` for settings that cannot change while training runs, and what ``initialize`` raises for
+        those that do not fit, before anything is changed.
+        """
+        config = changed(self.config, changes)
+        agree_on({f"setting {name}": repr(value) for name, value in changes.items()}, self.mesh.world)
+        mesh = make_mesh(config.data_parallel, device=config.device, link=config.link, timeout=config.timeout)
+        return self._adopt(config, mesh, next_plan(config, self.module, mesh, self._random, self.profile))
+
+    def _adopt(self, config: PipelineConfig, mesh: Mesh, plan: Plan) -> Moved:
+        """Go on by another Plan.  Collective."""
+        old = self._planned()
+        holding = hold(old)
+        new = Runner(plan, self.module, config, mesh, self._random, *self._make, before=old)
+        moved = move(holding, old, new, self.module, mesh)
+        self.config, self.mesh = config, mesh
+        self._last = self._trained = None
+        self._install(new)
+        return moved
+
+    def _install(self, runner: Runner) -> None:
+        self._runner, self.schedule = runner, runner.schedule
+        self._tables = {True: ShapeTable(), False: ShapeTable()}
+        for table in self._tables.values():
+            table.varying |= runner.varying
+
     # -- stopping --------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
@@ -333,10 +369,7 @@ class Engine:
         plan, self.profile = choose_plan(
             self.config, self.module, self.mesh, self.schedule, self._random, item=item, profile=self.profile
         )
-        self._runner = Runner(plan, self.module, self.config, self.mesh, self._random, *self._make)
-        self.schedule = self._runner.schedule
-        for table in self._tables.values():
-            table.varying |= self._runner.varying
+        self._install(Runner(plan, self.module, self.config, self.mesh, self._random, *self._make))
 
     # -- a step ----------------------------------------------------------------------------------------------
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from partition import Partition, Profile, StateBytes, make_partition
 from partition.recompute import choose_cuts_and_recomputed, choose_recomputed, recomputed
 from pipeline.batch import Item
 from pipeline.config import PipelineConfig
+from pipeline.errors import ConfigError
 from pipeline.layer import RandomSource
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
@@ -19,7 +22,7 @@ from pipeline.timed import timed
 from pipeline.watch import At
 from schedules import Schedule, facts
 
-__all__ = ["choose_plan", "planned_costs"]
+__all__ = ["changed", "choose_plan", "next_plan", "planned_costs"]
 
 
 def choose_plan(
@@ -80,6 +83,38 @@ def choose_plan(
             plan = replace(plan, recompute=layers)
     agree_on({"plan": plan.digest()}, mesh.world)
     return plan, profile
+
+
+FIXED = ("seed", "device", "threads", "link", "timeout", "compile", "profile", "keep_freed_memory")
+"""Settings that hold for a whole run."""
+
+
+def changed(config: PipelineConfig, changes: Mapping[str, Any]) -> PipelineConfig:
+    """The settings with some of them changed while training runs.
+
+    Raises ``ConfigError`` for one that cannot be, or that is wrong.
+    """
+    fixed = [name for name in FIXED if name in changes]
+    if fixed:
+        raise ConfigError(
+            f"{fixed[0]} cannot change while training runs; save a checkpoint, and go on from it with a new engine"
+        )
+    return PipelineConfig(**{**config.model_dump(), **changes})
+
+
+def next_plan(
+    config: PipelineConfig, module: PipelineModule, mesh: Mesh, random: RandomSource, profile: Profile | None
+) -> Plan:
+    """The Plan for settings that have changed.  Collective."""
+    if config.partition == "profile" and profile is None:
+        raise ConfigError(
+            'there is no profile to cut by, since the layers were not timed at the start; set partition to "uniform", '
+            '"parameters" or cut points, or give a profile'
+        )
+    begun = plan_for(config, module, mesh, cuts=(0, len(module))).build_schedule()
+    if begun.forward_only:
+        raise ConfigError(f"schedule {config.schedule!r} has no backward; to train, set schedule to 1f1b, say")
+    return choose_plan(config, module, mesh, begun, random, item=None, profile=profile)[0]
 
 
 def planned_costs(config: PipelineConfig, plan: Plan, profile: Profile) -> Profile:

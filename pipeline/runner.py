@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pipeline import failures
 from pipeline.agreement import Closing, Report, close
+from pipeline.before import Before
 from pipeline.buffers import Snapshot, share_with_twins
-from pipeline.build import ParamGroups, build_layers
+from pipeline.build import BuiltLayers, ParamGroups, build_layers
 from pipeline.config import PipelineConfig
 from pipeline.errors import FormVaried, GradientError, LinkError, LossError, ModelError
 from pipeline.executor import Executor
@@ -35,7 +36,11 @@ __all__ = ["Runner"]
 
 
 class Runner:
-    """Everything on one rank that depends on the Plan.  Making one is collective over all ranks."""
+    """Everything on one rank that depends on the Plan.  Making one is collective over all ranks.
+
+    ``before`` is that of another layout, which must not be used any more: what stays on its rank is taken over, and all
+    other values are to be filled in (``migrate``).
+    """
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class Runner:
         make_optimizer: MakeOptimizer | None,
         make_scheduler: MakeScheduler | None,
         param_groups: ParamGroups | None,
+        before: Runner | None = None,
     ) -> None:
         self.plan = plan
         self.schedule = plan.build_schedule()
@@ -56,8 +62,8 @@ class Runner:
         own = self.schedule.stages_of_rank(mesh.pipe_rank)
         layers_of_stage = {stage: _layers_of_stage(stage, self.schedule, plan) for stage in own}
         self.all_ties = with_twins(module, 1 + max(self.schedule.copy_of_stage))
-        types = types_of(config.precision, module)
-        self.built = build_layers(
+        self._types = types = types_of(config.precision, module)
+        self.built: BuiltLayers = build_layers(
             module,
             {held for layers in layers_of_stage.values() for held in layers},
             self.all_ties,
@@ -71,6 +77,7 @@ class Runner:
             recompute=plan.recompute,
             reference_numerics=config.reference_numerics,
             compiler=config.compile,
+            before=None if before is None else Before(before.built, before._types, mesh.world),
         )
         ends = {route[-1] for route in self.schedule.routes}
         loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, cast=loss_cast(types))
@@ -90,7 +97,10 @@ class Runner:
         mesh.link.connect(self._pairs())
         if make_optimizer is not None and not self.built.trainable:
             raise ModelError("no parameter of the model is trainable; set requires_grad on what is to be trained")
-        self.update = Updater(self.built, make_optimizer, make_scheduler) if make_optimizer else None
+        self.update = None
+        if make_optimizer is not None:
+            old = None if before is None else before.update
+            self.update = Updater(self.built, make_optimizer, make_scheduler, old)
         with self._shown():  # and hidden from now on
             pass
         self._training: bool | None = None

@@ -96,11 +96,12 @@ def _uses(tie: Tie, layer: int, parameter: str) -> bool:
 
 
 def separate(modules: Mapping[Held, nn.Module]) -> dict[Held, nn.Module]:
-    """The modules, each layer's with children and Parameter objects of its own where different layers held the same."""
+    """The modules, each layer's with children and Parameter objects of its own where different layers held the same;
+    the first of them keeps these."""
     children: set[int] = set()
     parameters: dict[int, Held] = {}
     separated = {}
-    for held, module in sorted(modules.items()):
+    for held, module in modules.items():
         shares = any(id(child) in children for child in module.modules())
         separated[held] = own = copy.deepcopy(module) if shares else module
         children.update(map(id, module.modules()))

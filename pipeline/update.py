@@ -28,9 +28,16 @@ class Updater:
 
     It holds one flat parameter for each stretch of a layer's vector that belongs to one optimizer group: for an
     element-wise optimizer the same update as on the parameters one by one.  For others, each stretch is a parameter.
+    What ``before``, that of another layout, had of stretches that have stayed is taken on.
     """
 
-    def __init__(self, built: BuiltLayers, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
+    def __init__(
+        self,
+        built: BuiltLayers,
+        make_optimizer: MakeOptimizer,
+        make_scheduler: MakeScheduler | None,
+        before: Updater | None = None,
+    ) -> None:
         groups: list[dict[str, Any]] = [{"params": [], **settings} for settings in built.groups]
         self.flat: list[tuple[Stretch, nn.Parameter]] = []
         for stretch in built.stretches(Role.OWNER, Role.COPY):
@@ -54,6 +61,22 @@ class Updater:
                 "to False on parameters that are to stay as they are"
             )
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+        self.fresh = self.flat
+        """Those whose state is not taken on."""
+        if before is not None:
+            self._go_on(before)
+
+    def _go_on(self, before: Updater) -> None:
+        stayed = {(s.parameters.data_ptr(), s.parameters.numel()): flat for s, flat in before.flat}
+        self.fresh = []
+        for stretch, flat in self.flat:
+            old = stayed.get((stretch.parameters.data_ptr(), stretch.parameters.numel()))
+            if old is None:
+                self.fresh.append((stretch, flat))
+            elif old in before.optimizer.state:
+                self.optimizer.state[flat] = before.optimizer.state[old]
+        scheduler = None if before.scheduler is None else before.scheduler.state_dict()
+        self.restore(before.settings(), scheduler)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients of this rank, in place."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipeline.errors import GradientError
 
@@ -70,9 +71,13 @@ class _Trainable:
     parameter: nn.Parameter
     gradient: Tensor
     preset: Tensor
-    widened: bool
+    hook: RemovableHandle | None
     owner: Mapping[str, nn.Parameter | None]
     key: str
+
+    @property
+    def widened(self) -> bool:
+        return self.hook is not None
 
 
 class FlatLayer:
@@ -194,6 +199,18 @@ class FlatLayer:
         for parameter, values in self._values:
             parameter.data = values
 
+    def release(self) -> None:
+        """Let the module's parameters be plain ones again, where they are and with memory, but for who reads it soon:
+        memory that was let go comes back with any contents."""
+        self.show()
+        for entry in self._trainable.values():
+            entry.parameter.grad = None
+            if entry.hook is not None:
+                entry.hook.remove()
+        for vector in self.vectors:
+            if not vector.parameters.untyped_storage().nbytes():
+                vector.parameters.untyped_storage().resize_(vector.parameters.nbytes)
+
     def attach_gradients(self) -> None:
         """Let autograd add into this layer's gradients, whatever `parameter.grad` was made between two steps."""
         for entry in self._trainable.values():
@@ -308,18 +325,16 @@ def _move(parameter: nn.Parameter, vector: Tensor, slot: Slot) -> None:
     parameter.data = view
 
 
-def _attach(parameter: nn.Parameter, vector: Tensor, slot: Slot) -> tuple[Tensor, Tensor, bool]:
-    """Let gradients accumulate in the vector; (view of it, the same for autograd, whether a hook widens)."""
+def _attach(parameter: nn.Parameter, vector: Tensor, slot: Slot) -> tuple[Tensor, Tensor, RemovableHandle | None]:
+    """Let gradients accumulate in the vector; (view of it, the same for autograd, the hook that widens, if any)."""
     gradient = vector[slot.offset : slot.end].view(slot.shape)
     # Unlike a view or detach(), .data starts a version counter of its own.
     preset = gradient.data
-    widened = gradient.dtype != parameter.dtype
-    if widened:
+    if gradient.dtype != parameter.dtype:
         parameter.grad = None
-        parameter.register_post_accumulate_grad_hook(_Widen(preset))
-    else:
-        parameter.grad = preset
-    return gradient, preset, widened
+        return gradient, preset, parameter.register_post_accumulate_grad_hook(_Widen(preset))
+    parameter.grad = preset
+    return gradient, preset, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
