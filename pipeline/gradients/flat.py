@@ -207,9 +207,10 @@ class FlatLayer:
             entry.parameter.grad = None
             if entry.hook is not None:
                 entry.hook.remove()
-        for vector in self.vectors:
-            if not vector.parameters.untyped_storage().nbytes():
-                vector.parameters.untyped_storage().resize_(vector.parameters.nbytes)
+        for parameter, _ in self._values:  # which may lie in another layer's vector
+            storage, end = parameter.untyped_storage(), parameter.storage_offset() + parameter.numel()
+            if storage.nbytes() < end * parameter.itemsize:
+                storage.resize_(end * parameter.itemsize)
 
     def attach_gradients(self) -> None:
         """Let autograd add into this layer's gradients, whatever `parameter.grad` was made between two steps."""
