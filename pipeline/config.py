@@ -120,6 +120,19 @@ class PipelineConfig(BaseModel):
     """Bytes of one rank for parameters, gradients, optimizer state, activations and messages together, which
     recompute = "auto" keeps to: a number, or one with a unit as in 8GiB."""
 
+    balance: Literal["off", "report", "on"] = "off"
+    """Whether layers move between ranks while training runs, when ranks have become unevenly busy: never, only a note
+    of what would move, or yes."""
+
+    balance_window: int = Field(5, ge=2)
+    """Steps that must show that a move pays."""
+
+    balance_gain: float = Field(0.05, gt=0, lt=1)
+    """Smallest share of a step for which layers move."""
+
+    balance_horizon: int = Field(200, ge=1)
+    """Steps in which a move must have paid for the time that it takes."""
+
     # How it runs
     device: str = "auto"
     """Type of the device of each rank; auto takes an accelerator where there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from partition import Profile, predict_timeline
 from partition.errors import FewerLayersThanStages
 from pipeline import checkpoint
 from pipeline.agreement import Call, Closing
+from pipeline.balance import Balancer
 from pipeline.batch import Item
 from pipeline.build import ParamGroups, check_ready_modules
 from pipeline.config import PipelineConfig
@@ -79,6 +81,8 @@ class Engine:
         self._last: tuple[Step, Executor] | None = None
         self._trained: Executor | None = None  # of the last training step
         self._runner: Runner | None = None
+        self.balancer: Balancer | None = None
+        """What moves layers while training runs; its ``notes`` say what it saw, did and expects."""
         self.profile = profile or (Profile.load(config.profile) if config.profile else None)
         agree_on(environment(config, module, mesh), mesh.world)
         check_ready_modules(module, mesh.world)
@@ -115,6 +119,8 @@ class Engine:
         verdict = judge(closing, self.steps, self.config, self.loss_scale, self._scaling, self._names)
         self.stats = stats_of(closing, verdict, self.mesh.size, used)
         self.loss_scale = verdict.scale
+        if self.balancer is not None and (verdict.refusal or verdict.skipped):
+            self.balancer.forget_step()
         if verdict.refusal:
             runner.undo()
             raise NonFiniteLoss(verdict.refusal)
@@ -132,7 +138,19 @@ class Engine:
             runner.zero_gradients()
             runner.updated()
         self.steps += 1
+        self._balance(closing)
         return closing.loss
+
+    def _balance(self, closing: Closing) -> None:
+        """Move layers, where the balancer says so."""
+        if self.balancer is None:
+            return
+        runner = self._planned()
+        plan = self.balancer.after_step(closing, runner, self.config, self.mesh, self.profile)
+        if plan is not None:
+            started = time.perf_counter()
+            self._adopt(self.config, self.mesh, plan)
+            self.balancer.moved(time.perf_counter() - started)
 
     def eval_batch(self, source: Any) -> Tensor:
         """The loss on up to ``micro_batches`` items, without gradients and in evaluation mode.  Collective."""
@@ -267,6 +285,13 @@ class Engine:
 
     def _install(self, runner: Runner) -> None:
         self._runner, self.schedule = runner, runner.schedule
+        if self.config.balance == "off" and self.balancer is not None:
+            self.balancer.stop()
+            self.balancer = None
+        elif self.config.balance != "off" and self.balancer is None:
+            self.balancer = Balancer(self.config, self.mesh)
+        if self.balancer is not None:
+            self.balancer.watch(runner)
         self._tables = {True: ShapeTable(), False: ShapeTable()}
         for table in self._tables.values():
             table.varying |= runner.varying
@@ -321,7 +346,10 @@ class Engine:
         plan = self._planned().plan
         if self.profile is None:
             raise NotPlanned('there is no profile to predict from; set partition = "profile", or pass a profile')
-        return predict_timeline(planned_costs(self.config, plan, self.profile), plan.partition, self.schedule)
+        costs = planned_costs(self.config, plan, self.profile)
+        if self.balancer is not None and self.balancer.profile is not None:
+            costs = self.balancer.profile
+        return predict_timeline(costs, plan.partition, self.schedule)
 
     def memory_report(self) -> MemoryReport:
         """What each rank of the pipeline holds now, in bytes, beside what was predicted where there is a profile.

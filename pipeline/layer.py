@@ -15,7 +15,7 @@ from pipeline.device import generator_of
 from pipeline.errors import LayerError
 from pipeline.gradients.binding import Binding
 from pipeline.gradients.flat import FlatLayer
-from pipeline.gradients.queue import WeightGradQueue
+from pipeline.gradients.queue import WeightGradQueue, drain_together
 from pipeline.losses import collect_losses
 from pipeline.random_state import absorbed, preserved
 from pipeline.shapes import Value, flatten, hides_gradient, settled, unflatten
@@ -254,6 +254,13 @@ class Layer:
                 _run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         inputs, call.inputs = call.inputs, []
         return [None if x.grad is None else settled(x.grad) for x in inputs]
+
+    def weight_gradients(self, *calls: LayerCall) -> None:
+        """The products that deferred backwards left; of several micro-batches in one."""
+        if len(calls) == 1:
+            calls[0].queue.drain()
+        else:
+            drain_together([call.queue for call in calls])
 
     def _recompute(self, call: LayerCall, value: Value) -> None:
         call.kept, call.losses = None, []

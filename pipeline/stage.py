@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import LossError
-from pipeline.gradients.queue import drain_together
 from pipeline.layer import Gradients, Layer, LayerCall, Place
 from pipeline.shapes import Value, flatten, unflatten
 
@@ -111,10 +110,7 @@ class Stage:
         first, layers = passages[0], reversed(self.layers) if self.parts is None else self.parts.weights()
         for layer, *calls in zip(self._behind_loss(layers), *(reversed(p.calls) for p in passages), strict=True):
             first.current = layer
-            if len(calls) == 1:
-                calls[0].queue.drain()
-            else:
-                drain_together([call.queue for call in calls])
+            layer.weight_gradients(*calls)
         first.current = None
 
     def _behind_loss(self, layers: Iterator[Layer]) -> Iterable[Layer]:

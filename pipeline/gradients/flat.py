@@ -208,7 +208,7 @@ class FlatLayer:
             if entry.hook is not None:
                 entry.hook.remove()
         for parameter, _ in self._values:  # which may lie in another layer's vector
-            storage, end = parameter.untyped_storage(), parameter.storage_offset() + parameter.numel()
+            storage, end = parameter.untyped_storage(), int(parameter.storage_offset() + parameter.numel())
             if storage.nbytes() < end * parameter.itemsize:
                 storage.resize_(end * parameter.itemsize)
 
