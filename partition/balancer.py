@@ -15,6 +15,9 @@ from partition.partition import Partition, ranges
 from partition.predict import predict_timeline
 from schedules import Schedule
 
+_CHANGED = 1.25
+"""Layers that differ by this factor from the others are told of."""
+
 __all__ = ["Alarm", "Proposal", "Terms", "medians", "propose"]
 
 
@@ -149,7 +152,7 @@ def _what_is_seen(before: Profile, after: Profile) -> str:
     pairs = zip(before.layers, after.layers, strict=True)
     ratios = [new.seconds / old.seconds if old.seconds > 0 else 1.0 for old, new in pairs]
     usual = statistics.median_low(ratios)
-    changed = [n for n, ratio in enumerate(ratios) if not 1 / (2 * NOISE - 1) <= ratio / usual <= 2 * NOISE - 1]
+    changed = [n for n, ratio in enumerate(ratios) if not 1 / _CHANGED <= ratio / usual <= _CHANGED]
     if changed:
         words.append(f"{'layers' if len(changed) > 1 else 'layer'} {ranges(changed)} changed what they take")
     return " and ".join(words) or "ranks are unevenly busy"

@@ -29,6 +29,8 @@ class Before:
 
     def __init__(self, built: BuiltLayers, types: Sequence[torch.dtype | None], world: Group) -> None:
         self.built = built
+        for flat in built.flats.values():
+            flat.show()
         self._types = tuple(types)
         mine = {
             (held.layer, name): parameter.requires_grad

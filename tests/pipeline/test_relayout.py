@@ -89,6 +89,15 @@ def test_layers_that_change_places_take_everything_with_them() -> None:
     assert [m.layers for m in moved] == [(4, 5, 6, 7), (6, 7)]
 
 
+def test_layers_that_are_whole_only_while_they_are_used() -> None:
+    case = case_of(Recipe(dtype=torch.float64), adamw)
+    cuts = ((0, 6, 12), (0, 4, 12), (0, 8, 12))
+    places = [Place(name, 1, 2, 3, cut) for name, cut in zip(("1f1b", "1f1b", "zb-h1"), cuts, strict=True)]
+    found, moved = travel(case, 4, places)
+    assert same_bits(found, travel(case, 4, places[:1] * 3)[0])
+    assert [m.layers for m in moved] == [(4, 5), (4, 5, 6, 7)]
+
+
 def test_nothing_moves_where_nothing_has_to() -> None:
     places = [Place(), Place(schedule="zb-h1"), Place(schedule="gpipe", recompute="every")]
     found, moved = travel(case_of(Recipe()), 2, places)
@@ -167,11 +176,9 @@ def _rows(step: int, data_rank: int = 0) -> list[Item]:
     return [Item(torch.randn(5, 6, generator=generator), torch.randn(5, 6, generator=generator)) for _ in range(4)]
 
 
-def _with_state(cuts: list[tuple[int, ...]], ready: bool, optimizer: Any) -> list[Any]:
-    torch.manual_seed(0)
-    layers: list[Any] = [Counted() if ready else LayerSpec(Counted) for _ in range(6)]
+def _with_state(cuts: list[tuple[int, ...]], module: PipelineModule, optimizer: Any) -> list[Any]:
     engine = initialize(
-        PipelineModule(layers, _mean_square),
+        module,
         config={"partition": cuts[0], "micro_batches": 4, "device": "cpu"},
         optimizer=optimizer,
         lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
@@ -192,8 +199,9 @@ def _with_state(cuts: list[tuple[int, ...]], ready: bool, optimizer: Any) -> lis
 )
 def test_buffers_and_what_else_a_layer_keeps(ready: bool, optimizer: Any) -> None:
     cuts = [(0, 3, 6), (0, 1, 6), (0, 5, 6), (0, 3, 6)]
-    moved = everywhere(_with_state, 2, cuts, ready, optimizer)
-    stayed = everywhere(_with_state, 2, cuts[:1] * 4, ready, optimizer)
+    module = PipelineModule([Counted() if ready else LayerSpec(Counted) for _ in range(6)], _mean_square)
+    moved = everywhere(_with_state, 2, cuts, module, optimizer)
+    stayed = everywhere(_with_state, 2, cuts[:1] * 4, module, optimizer)
     assert moved == stayed
     assert moved[0][2] == [32, 32, 32]  # forwards of each layer of the first rank, one a micro-batch
 
