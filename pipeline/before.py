@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,18 +21,24 @@ if TYPE_CHECKING:
 __all__ = ["Before"]
 
 
+@dataclass(frozen=True, slots=True)
 class Before:
-    """A rank's layers in the layout that is left, made on all ranks together.
+    """A rank's layers in the layout that is left; ``types`` are those that each layer of the model computes in, and
+    ``trainable`` says of each parameter, by layer and name, whether it is."""
 
-    ``types`` are those that each layer computes in.  Which parameters are trainable is what they are now, on the rank
-    that holds them: the layout is also left because some were frozen or thawed.
-    """
+    built: BuiltLayers
+    types: Sequence[torch.dtype | None] = ()
+    trainable: Mapping[tuple[int, str], bool] = field(default_factory=dict)
 
-    def __init__(self, built: BuiltLayers, types: Sequence[torch.dtype | None], world: Group) -> None:
-        self.built = built
+    @staticmethod
+    def leave(built: BuiltLayers, types: Sequence[torch.dtype | None], world: Group) -> Before:
+        """What there is now, on all ranks.  Collective.
+
+        Parameters are as trainable as they are on the rank that holds them: the layout is also left because some were
+        frozen or thawed.
+        """
         for flat in built.flats.values():
             flat.show()
-        self._types = tuple(types)
         mine = {
             (held.layer, name): parameter.requires_grad
             for held, layer in built.layers.items()
@@ -39,7 +46,7 @@ class Before:
             for name, parameter in layer.module.named_parameters()
         }
         told: list[dict[tuple[int, str], bool]] = world.all_gather_object(mine)
-        self._trainable = {key: flag for rank in told for key, flag in rank.items()}
+        return Before(built, types, {key: flag for rank in told for key, flag in rank.items()})
 
     def staying(
         self,
@@ -57,7 +64,7 @@ class Before:
         stays = {
             place
             for place in places
-            if place in self.built.layers and types[place.layer] == self._types[place.layer] and self._unchanged(place)
+            if place in self.built.layers and types[place.layer] == self.types[place.layer] and self._unchanged(place)
         }
         groups = [{Held(use.layer, use.copy) for use in tie.uses} for tie in ties]
         before = set(stays) | {None}
@@ -88,10 +95,10 @@ class Before:
 
     def fits(self, place: Held, dtype: torch.dtype | None) -> bool:
         """Whether the module of a layer can be one that computes in ``dtype``: what it was built in is not known."""
-        return place in self.built.layers and (dtype is not None or self._types[place.layer] is None)
+        return place in self.built.layers and (dtype is not None or self.types[place.layer] is None)
 
     def freeze(self, modules: Mapping[Held, nn.Module]) -> None:
         """Make parameters trainable, or not, as they were before on whichever rank had them."""
         for held, module in modules.items():
             for name, parameter in module.named_parameters():
-                parameter.requires_grad_(self._trainable.get((held.layer, name), parameter.requires_grad))
+                parameter.requires_grad_(self.trainable.get((held.layer, name), parameter.requires_grad))

@@ -16,6 +16,7 @@ from torch import nn
 
 from pipeline.before import Before
 from pipeline.errors import ModelError
+from pipeline.gradients.binding import Binding
 from pipeline.gradients.flat import FlatLayer, Sort
 from pipeline.gradients.scratch import Scratch
 from pipeline.gradients.split import split
@@ -29,6 +30,7 @@ from pipeline.ties import Held, Role, owner_name, role, separate, share, tie_of
 from pipeline.zero.shard import Shard
 
 __all__ = [
+    "NO_LAYERS",
     "BuiltLayers",
     "ParamGroups",
     "build_layers",
@@ -129,6 +131,9 @@ class BuiltLayers:
         return stretches(self.flats, self.shards, *roles, uncut=self.uncut)
 
 
+NO_LAYERS = BuiltLayers({}, {}, {}, (), False, False)
+
+
 def build_layers(
     module: PipelineModule,
     held: Iterable[Held],
@@ -144,7 +149,7 @@ def build_layers(
     recompute: Sequence[int],
     reference_numerics: bool,
     compiler: str,
-    before: Before | None = None,
+    before: Before,
 ) -> BuiltLayers:
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
@@ -156,48 +161,58 @@ def build_layers(
     """
     how = (id(replicas), zero, uncut, reference_numerics, compiler)
     places = sorted(held)
-    stays = set() if before is None else before.staying(places, ties, types, how)
+    stays = before.staying(places, ties, types, how)
     modules = _modules(module, places, stays, random, types, before)
     real = {place: built for place, built in modules.items() if built is not None}
     group_of_name, groups, trainable = _agree_on_groups(real, ties, param_groups, pipeline)
     parts = len(replicas.ranks) if zero else 1
-    kept = before.built if before is not None else None
     flats = {
-        place: kept.flats[place]
-        if kept is not None and place in stays
+        place: before.built.flats[place]
+        if place in stays
         else _flatten(place, real, modules, ties, group_of_name, parts=parts, apart=zero >= 2, uncut=uncut)
         for place in real
     }
     share(ties, flats)
     shards = {
-        place: kept.shards[place]
-        if kept is not None and place in stays
+        place: before.built.shards[place]
+        if place in stays
         else tuple(Shard(v, replicas, zero, master=types[place.layer] is not None) for v in flat.vectors)
         for place, flat in flats.items()
     }
     scratch = Scratch()
     layers = {}
     for place, built in modules.items():
-        index, binding = place.layer, None
-        if kept is not None and place in stays:
-            layers[place] = kept.layers[place]
-            layers[place].recompute = index in recompute
-            continue
-        if built is not None:
-            compile_layer(built, compiler)
-            binding = split(built, flats[place], scratch=scratch, reference_numerics=reference_numerics)
-        layers[place] = Layer(
-            index,
-            f"{index} ({module.type_of(index)})",
-            layer_function(module, index, built),
-            random,
-            module=built,
-            flat=flats.get(place),
-            binding=binding,
-            recompute=index in recompute,
-            cast=cast_for(types[index]),
-        )
+        if place in stays:
+            layers[place] = before.built.layers[place]
+        else:
+            flat, binding = flats.get(place), None
+            if built is not None and flat is not None:
+                compile_layer(built, compiler)
+                binding = split(built, flat, scratch=scratch, reference_numerics=reference_numerics)
+            layers[place] = _layer(module, place.layer, built, flat, binding, random, types)
+        layers[place].recompute = place.layer in recompute
     return BuiltLayers(layers, flats, shards, groups, trainable, uncut, how)
+
+
+def _layer(
+    module: PipelineModule,
+    index: int,
+    built: nn.Module | None,
+    flat: FlatLayer | None,
+    binding: Binding | None,
+    random: RandomSource,
+    types: Sequence[torch.dtype | None],
+) -> Layer:
+    return Layer(
+        index,
+        f"{index} ({module.type_of(index)})",
+        layer_function(module, index, built),
+        random,
+        module=built,
+        flat=flat,
+        binding=binding,
+        cast=cast_for(types[index]),
+    )
 
 
 def _modules(
@@ -206,22 +221,20 @@ def _modules(
     stays: Set[Held],
     random: RandomSource,
     types: Sequence[torch.dtype | None],
-    before: Before | None,
+    before: Before,
 ) -> dict[Held, nn.Module | None]:
     """The module of each layer, no two of which share anything; those that were here before are taken on."""
     found: dict[Held, nn.Module | None] = {}
-    if before is not None:
-        before.release([p for p in before.built.layers if p not in stays and (p in places or _is_ready(module, p))])
+    before.release([p for p in before.built.layers if p not in stays and (p in places or _is_ready(module, p))])
     for place in sorted(places, key=lambda place: (place not in stays, place)):  # those keep what they share
         dtype = types[place.layer]
-        if before is not None and before.fits(place, dtype):
+        if before.fits(place, dtype):
             own = before.built.layers[place].module
             found[place] = own if own is None or place in stays else own.to(random.device, dtype)
         else:
             found[place] = build_module(module, place.layer, random, dtype)
     found |= separate({place: built for place, built in found.items() if built is not None})
-    if before is not None:
-        before.freeze({place: built for place, built in found.items() if built is not None})
+    before.freeze({place: built for place, built in found.items() if built is not None})
     return {place: found[place] for place in places}
 
 

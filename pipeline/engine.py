@@ -22,12 +22,9 @@ from pipeline.batch import Item
 from pipeline.build import ParamGroups, check_ready_modules
 from pipeline.config import PipelineConfig
 from pipeline.errors import CheckpointError, ConfigError, NonFiniteLoss, NotPlanned, TrainingWarning
-from pipeline.exchange import Forms, ShapeTable
-from pipeline.executor import Executor
 from pipeline.gradients.health import GradientHealth
 from pipeline.gradients.report import ModelSplit, model_split
-from pipeline.intake import take_in
-from pipeline.layer import Place, RandomSource
+from pipeline.layer import RandomSource
 from pipeline.memory import MemoryReport, held_by, predicted_memory
 from pipeline.mesh import Mesh, make_mesh
 from pipeline.migrate import Moved, hold, move
@@ -41,11 +38,10 @@ from pipeline.runner import Runner
 from pipeline.state import gather_to_first, load_named, named_state
 from pipeline.stats import StepStats, stats_of
 from pipeline.step import Step
+from pipeline.steps import Steps
 from pipeline.update import MakeOptimizer, MakeScheduler, Updater
 from pipeline.verdict import judge
-from pipeline.watch import At
 from schedules import Timeline
-from schedules.restrict import forwards_of
 
 __all__ = ["Engine"]
 
@@ -75,11 +71,8 @@ class Engine:
         self._random = RandomSource(config.seed, mesh.device, mesh.random_lock)
         self._names = tuple(f"{i} ({module.type_of(i)})" for i in range(len(module)))
         self._health = GradientHealth(self._names)
-        self._calls = 0
-        self._tables = {True: ShapeTable(), False: ShapeTable()}  # by whether gradients flow
+        self._run_steps = Steps(module, config.seed)
         self._stopping = self._asked_to_stop = False
-        self._last: tuple[Step, Executor] | None = None
-        self._trained: Executor | None = None  # of the last training step
         self._runner: Runner | None = None
         self.balancer: Balancer | None = None
         """What moves layers while training runs; its ``notes`` say what it saw, did and expects."""
@@ -167,16 +160,7 @@ class Engine:
 
     def losses(self) -> dict[str, float]:
         """The losses that layers added in the last step, as weighted means over it.  Collective."""
-        step, _ = self._last_step()
-        mine = {
-            name: sum(float(loss) * step.shares[i] for i, loss in sorted(by_micro_batch.items()) if step.shares[i])
-            for name, by_micro_batch in step.added.items()
-        }
-        total: dict[str, float] = {}
-        for losses in self.mesh.world.all_gather_object(mine):
-            for name, value in losses.items():
-                total[name] = total.get(name, 0.0) + value
-        return total
+        return self._run_steps.losses(self.mesh)
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -279,7 +263,7 @@ class Engine:
         new = Runner(plan, self.module, config, mesh, self._random, *self._make, before=old)
         moved = move(holding, old, new, self.module, mesh)
         self.config, self.mesh = config, mesh
-        self._last = self._trained = None
+        self._run_steps.start_over(new)
         self._install(new)
         return moved
 
@@ -292,9 +276,6 @@ class Engine:
             self.balancer = Balancer(self.config, self.mesh)
         if self.balancer is not None:
             self.balancer.watch(runner)
-        self._tables = {True: ShapeTable(), False: ShapeTable()}
-        for table in self._tables.values():
-            table.varying |= runner.varying
 
     # -- stopping --------------------------------------------------------------------------------------------
 
@@ -334,7 +315,7 @@ class Engine:
         Collective over a pipeline's ranks; the same on each.  Draw it with
         ``engine.predicted_timeline().save("bubbles.html", over=engine.timeline())``.
         """
-        executor = self._trained or self._last_step()[1]
+        executor = self._run_steps.trained
         hop = self.profile.hop if self.profile is not None else 0.0
         return measured_timeline(executor.schedule, executor.stamps, self.mesh.pipeline, hop=hop)
 
@@ -387,65 +368,29 @@ class Engine:
             raise NotPlanned("this engine has no optimizer; pass optimizer=... to initialize")
         return updater
 
-    def _last_step(self) -> tuple[Step, Executor]:
-        if self._last is None:
-            raise NotPlanned("no step has run yet; call train_batch, eval_batch or forward first")
-        return self._last
-
     def _plan(self, item: Item | None) -> None:
         """Make the Plan and all that depends on it; ``item`` is this rank's first micro-batch.  Collective."""
         plan, self.profile = choose_plan(
             self.config, self.module, self.mesh, self.schedule, self._random, item=item, profile=self.profile
         )
-        self._install(Runner(plan, self.module, self.config, self.mesh, self._random, *self._make))
+        runner = Runner(plan, self.module, self.config, self.mesh, self._random, *self._make)
+        self._run_steps.learn_varying(runner)
+        self._install(runner)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)  # whatever the caller is in: layers decide by the kind of step
     def _run(self, source: Any, call: Call) -> tuple[Step, Closing]:
         """Run one step of any kind up to its closing agreement."""
-        mesh, limit, train = self.mesh, self.config.micro_batches, call is Call.TRAIN_BATCH
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        table = self._tables[train]
-        self._calls += 1
-        mesh.board.begin(self._calls)
-        intake = take_in(
-            source,
-            call,
-            mesh=mesh,
-            schedule=self.schedule if train else forwards_of(self.schedule, limit),
-            module=self.module,
-            table=table,
-            limit=limit,
-            steps=self.steps,
+        limit, scale = self.config.micro_batches, 1.0 if self.loss_scale is None else self.loss_scale.value
+        intake = self._run_steps.read(
+            source, call, mesh=self.mesh, schedule=self.schedule, limit=limit, updates=self.steps
         )
-        opening = intake.opening
         if self._runner is None:
             self._plan(intake.items[0] if intake.items else None)
-        while True:
-            step = Step(
-                number=self._calls,
-                train=train,
-                with_loss=call is not Call.FORWARD,
-                items=intake.items,
-                places=[
-                    Place.at(self.config.seed, self.steps, mesh.data_rank * limit + i)
-                    for i in range(opening.micro_batches)
-                ],
-                shares=opening.shares,
-                seeds=[share * scale for share in opening.shares],
-                forms=Forms(table, opening.signatures),
-            )
-            executor, closing = self._planned().attempt(step, stop=self._asked_to_stop)
-            if not closing.varied:
-                break
-            table.varying |= closing.varied  # from now on headers go ahead of what enters these
-            self._calls += 1
-            mesh.board.begin(self._calls)
-        table.learn(step.forms, intake.signatures)
+        runner, stop = self._planned(), self._asked_to_stop
+        step, closing = self._run_steps.run(
+            intake, call, runner, mesh=self.mesh, limit=limit, updates=self.steps, scale=scale, stop=stop
+        )
         self._stopping = closing.stop
-        self._last = step, executor
-        if train:
-            self._trained = executor
-        mesh.board.at(At.OUTSIDE)
         return step, closing

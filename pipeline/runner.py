@@ -12,7 +12,7 @@ from pipeline import failures
 from pipeline.agreement import Closing, Report, close
 from pipeline.before import Before
 from pipeline.buffers import Snapshot, share_with_twins
-from pipeline.build import BuiltLayers, ParamGroups, build_layers
+from pipeline.build import NO_LAYERS, ParamGroups, build_layers
 from pipeline.config import PipelineConfig
 from pipeline.errors import FormVaried, GradientError, LinkError, LossError, ModelError
 from pipeline.executor import Executor
@@ -63,7 +63,7 @@ class Runner:
         layers_of_stage = {stage: _layers_of_stage(stage, self.schedule, plan) for stage in own}
         self.all_ties = with_twins(module, 1 + max(self.schedule.copy_of_stage))
         self._types = types = types_of(config.precision, module)
-        self.built: BuiltLayers = build_layers(
+        self.built = build_layers(
             module,
             {held for layers in layers_of_stage.values() for held in layers},
             self.all_ties,
@@ -77,35 +77,39 @@ class Runner:
             recompute=plan.recompute,
             reference_numerics=config.reference_numerics,
             compiler=config.compile,
-            before=None if before is None else Before(before.built, before._types, mesh.world),
+            before=Before(NO_LAYERS) if before is None else before.leave(),
         )
-        ends = {route[-1] for route in self.schedule.routes}
-        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, cast=loss_cast(types))
         self._sharing = _sharing(config, self.zero, self.schedule, plan)
-        self.stages = {
-            stage: Stage(
-                stage,
-                [self.built.layers[held] for held in layers],
-                loss if stage in ends else None,
-                self._shards(stage, layers) if mesh.data > 1 else None,
-            )
-            for stage, layers in layers_of_stage.items()
-        }
+        loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, cast=loss_cast(types))
+        self.stages = {stage: self._stage(stage, layers, loss) for stage, layers in layers_of_stage.items()}
         self.varying = _varying_stages(module, self.schedule, plan)
         self._rank_of_layer = self._world_rank_of_layer()
         self.ties = TiedGradients(self.all_ties, self.built.shards, self._rank_of_layer, mesh.link)
         mesh.link.connect(self._pairs())
         if make_optimizer is not None and not self.built.trainable:
             raise ModelError("no parameter of the model is trainable; set requires_grad on what is to be trained")
-        self.update = None
+        old: Updater | None = None if before is None else before.update
+        self.update: Updater | None = None
         if make_optimizer is not None:
-            old = None if before is None else before.update
             self.update = Updater(self.built, make_optimizer, make_scheduler, old)
         with self._shown():  # and hidden from now on
             pass
         self._training: bool | None = None
         self._before: list[Snapshot] = []
         self._executors: dict[tuple[bool, int], Executor] = {}
+
+    def leave(self) -> Before:
+        """What another layout can take on from this one, which is not to be used any more.  Collective."""
+        return Before.leave(self.built, self._types, self._mesh.world)
+
+    def _stage(self, stage: int, layers: Sequence[Held], loss: Layer) -> Stage:
+        ends = {route[-1] for route in self.schedule.routes}
+        return Stage(
+            stage,
+            [self.built.layers[held] for held in layers],
+            loss if stage in ends else None,
+            self._shards(stage, layers) if self._mesh.data > 1 else None,
+        )
 
     def _shards(self, stage: int, layers: Sequence[Held]) -> StageShards:
         homes = {

@@ -95,7 +95,7 @@ def train_and_evaluate(case: Case, layout: Layout, modes: list[tuple[bool, bool,
     mine = engine.mesh.data_rank
     evaluated = [engine.eval_batch(items(7, mine)).item()]
     first = engine.forward(items(7, mine))
-    assert engine._last_step()[1].schedule.forward_only
+    assert engine._run_steps.last[1].schedule.forward_only
     engine.mesh.world.barrier()
     before_training = tuple(modes)
     engine.mesh.world.barrier()

@@ -114,7 +114,7 @@ class Witness:
 
     def account(self) -> Account:
         """What happened in the step that has just ended.  Collective over the pipeline."""
-        step, executor = self._engine._last_step()
+        step, executor = self._engine._run_steps.last
         stamps, rank, pipeline = executor.stamps, self._engine.mesh.pipe_rank, self._engine.mesh.pipeline
         # The engine shows the last training step; an evaluation is looked at in the same way.
         shown = self._engine.timeline() if step.train else measured_timeline(executor.schedule, stamps, pipeline, hop=0)
