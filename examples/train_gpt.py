@@ -44,7 +44,6 @@ def options_parser() -> argparse.ArgumentParser:
     add("--data", type=Path, help="a text to learn, instead of Python's documentation")
     add("--output", type=Path, default=Path("runs/gpt"), help="for checkpoints and bubbles.html (runs/gpt)")
     add("--sample", type=int, default=300, help="bytes to write at the end (default 300)")
-    add("--resume", action="store_true", help="go on from the latest checkpoint in --output")
     PipelineConfig.add_arguments(parser)
     return parser
 
@@ -55,7 +54,7 @@ def make_engine(options: argparse.Namespace) -> Engine:
 
     return initialize(
         GPT(options.layers, options.dim, options.heads),
-        config=PipelineConfig.load(DEFAULTS, options),
+        config=PipelineConfig.load({**DEFAULTS, "save_to": options.output}, options),
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95)),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
         param_groups=lambda name, shape: {"weight_decay": 0.1 if len(shape) > 1 else 0.0},
@@ -91,8 +90,7 @@ def sample(engine: Engine, prompt: bytes, length: int, seq: int) -> str:
 
 def train(engine: Engine, text: Tensor, options: argparse.Namespace) -> list[Timeline]:
     """Train to the last step, or to the end of the one in which a signal comes; return the last timelines."""
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda *_: engine.request_stop())
+    signal.signal(signal.SIGINT, lambda *_: engine.request_stop())
     mesh, timelines = engine.mesh, []
     amount = mesh.data * engine.config.micro_batches * options.rows * options.seq
     with live(engine, options.steps, unit="tokens", amount=amount) as report:
@@ -112,14 +110,12 @@ def main() -> None:
         engine = make_engine(options)
     except ValueError as error:  # every setting that cannot be run ends here
         parser.exit(2, f"{parser.prog}: {error}\n")
-    if options.resume:
-        engine.load_checkpoint(options.output)
     console = Console(quiet=engine.mesh.rank != 0, highlight=False, soft_wrap=True)
     timelines = train(engine, text.train, options)
-    checkpoint = engine.save_checkpoint(options.output)
     if engine.should_stop:
-        console.print(f"stopped after step {engine.steps}, wrote {checkpoint}; go on with --resume")
+        console.print(f"stopped after step {engine.steps}, wrote {engine.finish_saving()}; go on with --resume")
         return
+    engine.save_checkpoint()
     console.print(f"eval loss: {evaluate(engine, text.held_out, options.seq):.3f} nats/byte")
     console.print(sample(engine, b"The ", options.sample, options.seq), markup=False)
     if timelines:

@@ -15,7 +15,7 @@ from pipeline.errors import DataError, EndOfData, StateError
 from pipeline.links.tree import sum_over_ranks
 from pipeline.mesh import Mesh
 
-__all__ = ["Call", "Closing", "Opening", "Report", "close", "open_step"]
+__all__ = ["Call", "Closing", "Opening", "Report", "Wishes", "close", "open_step"]
 
 _READS_NOTHING = 0.0
 _FAILED = -1.0
@@ -143,6 +143,13 @@ def _agreed_count(mesh: Mesh, counts: Sequence[float]) -> int:
     )
 
 
+class Wishes(NamedTuple):
+    """What some rank wants to happen when the step has ended, and all then do."""
+
+    stop: bool
+    save: bool
+
+
 class Report(NamedTuple):
     """What a rank tells of its part of a step; numbers all, since they travel in one vector."""
 
@@ -150,6 +157,7 @@ class Report(NamedTuple):
     varied: int  # 1 + the stage whose input was found not to have the agreed form; 0: none was
     rooted: bool  # a gradient starts at some loss here
     stop: bool
+    save: bool
     busy: float  # seconds spent computing
     span: float  # seconds that the program took
 
@@ -162,6 +170,7 @@ class Closing:
     varied: frozenset[int]  # stages whose input did not have the agreed form
     rooted: bool  # whether a gradient starts anywhere
     stop: bool  # whether some rank asked to stop
+    save: bool  # whether some rank asked for a checkpoint
     loss: Tensor
     nonfinite_loss: int | None  # the first micro-batch, counted over all pipelines, whose loss is no finite number
     squared_norms: tuple[float, ...]  # one a layer, tied parameters in their first
@@ -209,7 +218,7 @@ def close(
     vector = torch.cat([ranks.reshape(-1), terms.reshape(-1), norms.reshape(-1)])
     sum_over_ranks(mesh.link, vector)  # in host memory, where it is read
     ranks, terms, norms = vector.split([ranks.numel(), terms.numel(), norms.numel()])
-    codes, failed, varied, rooted, stop, busy, span = ranks.view(mesh.size, len(row)).t().tolist()
+    codes, failed, varied, rooted, stop, save, busy, span = ranks.view(mesh.size, len(row)).t().tolist()
     losses_of_all = terms.reshape(-1).tolist()
     loss = torch.tensor(_summed(losses_of_all), dtype=torch.float64)
     code = int(max(codes))
@@ -218,6 +227,7 @@ def close(
         varied=frozenset(int(told) - 1 for told in varied if told),
         rooted=any(rooted),
         stop=any(stop),
+        save=any(save),
         loss=loss.to(device=mesh.device, dtype=_DTYPES[code - 1] if code else torch.float32),
         nonfinite_loss=next((i for i, term in enumerate(losses_of_all) if not math.isfinite(term)), None),
         squared_norms=tuple(map(_summed, zip(*norms.view(copies, -1).tolist(), strict=True))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-__all__ = ["Chunk", "Described", "Entries", "ReadPlanner", "WritePlanner", "sorted_out"]
+__all__ = ["Chunk", "Chunks", "Described", "ReadPlanner", "WritePlanner"]
 
 
 class Chunk(NamedTuple):
@@ -29,57 +29,39 @@ class Chunk(NamedTuple):
 
 
 class Described(NamedTuple):
-    """What an entry is, without its values: a vector, in whatever chunks, or a tensor of any shape."""
+    """What an entry is, without its values; whatever its shape, it is written as a vector, in whatever chunks."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
 
 
-Entries = Mapping[str, Tensor | Chunk]
-"""By name: a whole tensor, or what this rank holds of a vector."""
-
 Chunks = Mapping[tuple[str, int], Chunk]
-"""By name and offset."""
-
-
-def sorted_out(parts: Iterable[Entries]) -> tuple[dict[str, Tensor], dict[tuple[str, int], Chunk]]:
-    """The whole tensors and the chunks of several ranks' entries, each once."""
-    whole: dict[str, Tensor] = {}
-    chunks: dict[tuple[str, int], Chunk] = {}
-    for part in parts:
-        for name, value in part.items():
-            if isinstance(value, Chunk):
-                chunks[name, value.offset] = value
-            else:
-                whole[name] = value
-    return whole, chunks
+"""By name of the vector and offset in it."""
 
 
 class WritePlanner(DefaultSavePlanner):
-    """Plans to write chunks beside the whole tensors of a state dict."""
+    """Plans to write chunks; there is nothing in the state dict that it is used with."""
 
     def __init__(self, chunks: Chunks) -> None:
         super().__init__(flatten_state_dict=False)
         self._chunks = chunks
 
     def create_local_plan(self) -> SavePlan:
-        items = [_write_item(name, chunk) for (name, _), chunk in self._chunks.items()]
-        return SavePlan([*super().create_local_plan().items, *items])
+        return SavePlan([_write_item(name, chunk) for (name, _), chunk in self._chunks.items()])
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        chunk = self._chunks.get((index.fqn, index.offset[0])) if index.offset else None
-        return super().lookup_object(index) if chunk is None else chunk.values
+        return self._chunks[index.fqn, (index.offset or (0,))[0]].values
 
 
 class ReadPlanner(DefaultLoadPlanner):
-    """Plans to read chunks beside the whole tensors of a state dict, in place, whatever chunks were written."""
+    """Plans to read chunks in place, whatever chunks were written."""
 
     def __init__(self, chunks: Chunks) -> None:
         super().__init__(flatten_state_dict=False)
         self._chunks = chunks
 
     def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = list(super().create_local_plan().items)
+        items: list[ReadItem] = []
         for (name, _), chunk in self._chunks.items():
             stored = None if self.metadata is None else self.metadata.state_dict_metadata[name]
             if isinstance(stored, TensorStorageMetadata):
@@ -87,8 +69,7 @@ class ReadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        chunk = self._chunks.get((index.fqn, index.offset[0])) if index.offset else None
-        return super().lookup_tensor(index) if chunk is None else chunk.values
+        return self._chunks[index.fqn, (index.offset or (0,))[0]].values
 
 
 def _place(chunk: Chunk) -> ChunkStorageMetadata:

@@ -19,6 +19,7 @@ from pipeline.setting_types import (
     PartitionSetting,
     PrecisionSetting,
     RecomputeSetting,
+    SaveEverySetting,
     ScheduleOption,
     explain,
 )
@@ -133,6 +134,26 @@ class PipelineConfig(BaseModel):
     balance_horizon: int = Field(200, ge=1)
     """Steps in which a move must have paid for the time that it takes."""
 
+    # What is kept
+    save_to: Path | None = None
+    """Folder of checkpoints, in which all ranks must see the same files: save_every writes into it, a run that SIGTERM
+    ends does, and one that is started again goes on from it."""
+
+    save_every: SaveEverySetting = "never"
+    """How often a checkpoint is written while training goes on: never, after so many steps or so much time as in
+    "100 steps" or "10 minutes", or auto, which loses the least time by what saving was measured to cost and
+    save_failure_hours."""
+
+    save_failure_hours: float = Field(24.0, gt=0)
+    """Mean time between failures of the whole run, for save_every = "auto"."""
+
+    save_keep: int | None = Field(None, ge=1)
+    """Newest checkpoints that are left in the folder when one has been written; without it all are."""
+
+    resume: bool = False
+    """Go on from the newest whole checkpoint in save_to, if there is one. A run that torchrun has restarted always
+    does."""
+
     # How it runs
     device: str = "auto"
     """Type of the device of each rank; auto takes an accelerator where there is one."""
@@ -178,6 +199,9 @@ class PipelineConfig(BaseModel):
                 'recompute = "auto" chooses layers so that each rank keeps within memory_limit: set both or neither, '
                 'as in memory_limit = "8GiB"'
             )
+        if self.save_to is None and (self.save_every != "never" or self.resume):
+            name = "resume" if self.resume else "save_every"
+            raise ConfigError(f"{name} needs a folder of checkpoints: set save_to, as in save_to = \"checkpoints\"")
         return self
 
     @classmethod

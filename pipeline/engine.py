@@ -4,50 +4,42 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from partition import Profile, predict_timeline
-from partition.errors import FewerLayersThanStages
-from pipeline import checkpoint
-from pipeline.agreement import Call, Closing
+from partition import Profile
+from pipeline.agreement import Call, Closing, Wishes
 from pipeline.balance import Balancer
 from pipeline.batch import Item
-from pipeline.build import ParamGroups, check_ready_modules
+from pipeline.build import ParamGroups
 from pipeline.config import PipelineConfig
-from pipeline.errors import CheckpointError, ConfigError, NonFiniteLoss, NotPlanned, TrainingWarning
+from pipeline.entries import hold
+from pipeline.errors import CheckpointError, NonFiniteLoss, NotPlanned, TrainingStopped, TrainingWarning
 from pipeline.gradients.health import GradientHealth
-from pipeline.gradients.report import ModelSplit, model_split
 from pipeline.layer import RandomSource
-from pipeline.memory import MemoryReport, held_by, predicted_memory
 from pipeline.mesh import Mesh, make_mesh
-from pipeline.migrate import Moved, hold, move
+from pipeline.migrate import Moved, move
 from pipeline.module import PipelineModule
-from pipeline.plan import Plan, agree_on, environment, plan_for
-from pipeline.planning import changed, choose_plan, next_plan, planned_costs
-from pipeline.precision.loss_scale import LossScale, scaling_of
+from pipeline.plan import Plan, agree_on
+from pipeline.planned import Planned
+from pipeline.planning import changed, choose_plan, next_plan
+from pipeline.precision.loss_scale import scaling_of
 from pipeline.precision.types import types_of
-from pipeline.recorder import measured_timeline
 from pipeline.runner import Runner
-from pipeline.state import gather_to_first, load_named, named_state
+from pipeline.saving.keeper import Keeper, Progress, Stateful
 from pipeline.stats import StepStats, stats_of
 from pipeline.step import Step
-from pipeline.steps import Steps
-from pipeline.update import MakeOptimizer, MakeScheduler, Updater
+from pipeline.update import MakeOptimizer, MakeScheduler
 from pipeline.verdict import judge
-from schedules import Timeline
 
 __all__ = ["Engine"]
 
 
-class Engine:
-    """Made by ``pipeline.initialize``.  Every method that is called collective must be called on all ranks."""
+class Engine(Planned):
+    """Made by ``pipeline.initialize``: it trains, evaluates, saves, loads, and changes how the model is laid out."""
 
     def __init__(
         self,
@@ -59,36 +51,19 @@ class Engine:
         param_groups: ParamGroups | None,
         profile: Profile | None,
     ) -> None:
-        self.module = module
-        self.config = config
-        self.mesh = mesh
+        super().__init__(module, config, mesh, (make_optimizer, make_scheduler, param_groups), profile)
         self.steps = 0
         """Updates applied so far."""
+        self.items = 0
+        """Items that each data-parallel rank has taken of its iterators to train on."""
         self.stats: StepStats | None = None
         self.loss_scale, self._scaling = scaling_of(config, types_of(config.precision, module))
         """The loss scale of the next step, and how many were skipped; None where no layer computes in fp16."""
-        self._make = (make_optimizer, make_scheduler, param_groups)
         self._random = RandomSource(config.seed, mesh.device, mesh.random_lock)
         self._names = tuple(f"{i} ({module.type_of(i)})" for i in range(len(module)))
         self._health = GradientHealth(self._names)
-        self._run_steps = Steps(module, config.seed)
+        self._keeper = Keeper(config, mesh)
         self._stopping = self._asked_to_stop = False
-        self._runner: Runner | None = None
-        self.balancer: Balancer | None = None
-        """What moves layers while training runs; its ``notes`` say what it saw, did and expects."""
-        self.profile = profile or (Profile.load(config.profile) if config.profile else None)
-        agree_on(environment(config, module, mesh), mesh.world)
-        check_ready_modules(module, mesh.world)
-        self.schedule = plan_for(config, module, mesh, cuts=(0, len(module))).build_schedule()
-        """The schedule of a whole training step."""
-        if self.schedule.forward_only and make_optimizer is not None:
-            raise ConfigError(f"schedule {config.schedule!r} has no backward; to train, set schedule to 1f1b, say")
-        if len(module) < self.schedule.num_layer_groups and not isinstance(config.partition, tuple):
-            raise FewerLayersThanStages(len(module), self.schedule.num_layer_groups)
-        if config.recompute == "auto" and config.partition != "profile" and self.profile is None:
-            raise ConfigError(
-                'recompute = "auto" must know what layers keep and cost; set partition = "profile", or give a profile'
-            )
         if config.partition != "profile" or self.profile is not None:
             self._plan(None)
 
@@ -103,10 +78,15 @@ class Engine:
 
         Raises ``EndOfData`` when no item is left, ``StepFailed`` on all ranks when a layer raised on one,
         ``NonFiniteLoss`` for a loss or gradient that is not finite; the model is then as it was before the step.
+        After ``request_stop`` has ended training, raises ``TrainingStopped``, which ends the program with code 0.
         """
         if self._make[0] is None:
             raise NotPlanned("this engine has no optimizer, so it cannot train; pass optimizer=... to initialize")
-        _, closing = self._run(source, Call.TRAIN_BATCH)
+        if self._stopping:
+            raise TrainingStopped
+        step, closing = self._run(source, Call.TRAIN_BATCH)
+        self.items += len(step.places)
+        self._stopping = closing.stop
         runner, update = self._planned(), self._updater()
         used = 1.0 if self.loss_scale is None else self.loss_scale.value
         verdict = judge(closing, self.steps, self.config, self.loss_scale, self._scaling, self._names)
@@ -119,6 +99,7 @@ class Engine:
             raise NonFiniteLoss(verdict.refusal)
         if verdict.skipped:
             runner.undo()
+            self._keep(due=False, last=closing.stop)
             return closing.loss
         advice = self._health.observe(closing.squared_norms)
         if advice and self.mesh.rank == 0:
@@ -132,6 +113,7 @@ class Engine:
             runner.updated()
         self.steps += 1
         self._balance(closing)
+        self._keep(due=closing.save, last=closing.stop)
         return closing.loss
 
     def _balance(self, closing: Closing) -> None:
@@ -144,6 +126,12 @@ class Engine:
             started = time.perf_counter()
             self._adopt(self.config, self.mesh, plan)
             self.balancer.moved(time.perf_counter() - started)
+
+    def _keep(self, *, due: bool, last: bool) -> None:
+        """Write a checkpoint, where one is due or it is the last step."""
+        self._keeper.tell()
+        if due or (last and self.config.save_to is not None):
+            self.save_checkpoint(wait=last)
 
     def eval_batch(self, source: Any) -> Tensor:
         """The loss on up to ``micro_batches`` items, without gradients and in evaluation mode.  Collective."""
@@ -164,79 +152,59 @@ class Engine:
 
     # -- state -----------------------------------------------------------------------------------------------
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """All parameters and buffers of the model on rank 0, as copies in host memory; empty elsewhere.
-
-        Collective.  Names are ``layers.3.attn.weight`` whatever the layout; a tied parameter has one entry, under
-        its first layer.
-        """
-        runner = self._planned()
-        with runner.whole():
-            return gather_to_first(named_state(runner.built, runner.all_ties).owned, self.mesh)
-
-    def load_full_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Set all parameters and buffers from what ``full_state_dict`` gave, passed on every rank.  Collective.
-
-        Raises ``StateError`` on every rank, with nothing changed, when names or shapes are not those of the model.
-        """
-        runner = self._planned()
-        with runner.whole():
-            load_named(named_state(runner.built, runner.all_ties), values, self.mesh.world)
-            runner.rewritten()
-
-    def save_checkpoint(self, directory: str | Path) -> Path:
+    def save_checkpoint(self, directory: str | Path | None = None, *, wait: bool = True) -> Path:
         """Write a checkpoint into a directory of checkpoints, on any layout to be loaded on any other.  Collective.
 
-        Returns its own path.  It appears under that path, and as the directory's latest, when it is whole.
-        """
-        runner = self._planned()
-        ties, updater = runner.all_ties, runner.update
-        header: dict[str, Any] = {"steps": self.steps, "seed": self.config.seed, "layers": len(self.module)}
-        with runner.whole():
-            state = named_state(runner.built, ties).owned
-            tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in state.items()}
-            if updater is not None:
-                header["optimizer"] = type(updater.optimizer).__name__
-                tensors |= checkpoint.optimizer_entries(updater.optimizer, updater.flat, ties)
-                header["groups"] = updater.settings()
-                header["scheduler"] = updater.scheduler.state_dict() if updater.scheduler is not None else None
-                header["loss_scale"] = asdict(self.loss_scale) if self.loss_scale is not None else None
-                tensors |= checkpoint.master_entries(updater.flat, ties)
-            return checkpoint.save(Path(directory), self.steps, tensors, header, self.profile, self.mesh)
+        Returns its own path.  It appears under that path, and as the directory's latest, when it is whole.  Without
+        ``wait`` it is written while training goes on, from copies in host memory.  ``directory`` is the setting
+        ``save_to`` unless given.
 
-    def load_checkpoint(self, path: str | Path) -> Path:
-        """Go on from a checkpoint, or from the latest of a directory: the same bits as without the stop.  Collective.
-
-        Before the first step, the profile in the checkpoint takes the place of a new measurement.  Returns the
-        path of what was loaded.  Raises ``CheckpointError`` on every rank, before anything is changed, where there is
-        none, or one of another model or optimizer.
+        Raises ``CheckpointError`` on every rank when it cannot be written; without ``wait`` a later call tells.
         """
-        found = checkpoint.latest(Path(path))
-        header, profile = checkpoint.read_header(found)
-        if header["layers"] != len(self.module):
-            raise CheckpointError(
-                f"{found} is of a model of {header['layers']} layers, this one has {len(self.module)}"
-            )
-        if self._runner is None and self.profile is None and profile is not None:
-            self.profile = profile
-            self._plan(None)
-        runner = self._planned()
-        with runner.whole():
-            state = named_state(runner.built, runner.all_ties)
-            tensors = {f"model.{name}": t for name, t in (*state.owned.items(), *state.copies.items())}
-            optimizer = None if runner.update is None else runner.update.optimizer
-            checkpoint.require_fit(found, header, tensors, optimizer, self.mesh)
-            checkpoint.load_tensors(found, tensors)
-            runner.rewritten()
-        if runner.update is not None and "groups" in header:
-            checkpoint.restore_masters(runner.update.flat, runner.all_ties, found)
-            runner.updated()
-            checkpoint.restore_optimizer(runner.update.optimizer, runner.update.flat, runner.all_ties, found)
-            runner.update.restore(header["groups"], header["scheduler"])
-            if self.loss_scale is not None and header.get("loss_scale"):
-                self.loss_scale = LossScale(**header["loss_scale"])
-        self.steps = header["steps"]
+        progress = Progress(self.steps, self.items, self.loss_scale)
+        return self._keeper.save(directory, self._planned(), progress, self.profile, wait=wait)
+
+    def finish_saving(self) -> Path:
+        """Wait until the last checkpoint is safe, and return its path.  Collective.
+
+        Raises ``CheckpointError`` on every rank when it could not be written.
+        """
+        return self._keeper.saver.finish()
+
+    def load_checkpoint(self, path: str | Path | None = None) -> Path:
+        """Go on from a checkpoint, or from the newest whole one of a directory: the same bits as without the stop.
+
+        Collective.  ``path`` is the setting ``save_to`` unless given; those of a directory that are damaged are named
+        in a warning.  Before the first step, the profile in the checkpoint takes the place of a new measurement.
+        Returns the path of what was loaded.  Raises ``CheckpointError`` on every rank, before anything is changed,
+        where there is none, or a damaged one, or one of another model or optimizer.
+        """
+        found = self.resume(path)
+        if found is None:
+            raise CheckpointError(f"there is no checkpoint in {self.config.save_to if path is None else path}")
         return found
+
+    def resume(self, directory: str | Path | None = None) -> Path | None:
+        """As ``load_checkpoint``, but None where there is no checkpoint yet.  Collective."""
+        opened = self._keeper.open(directory, len(self.module))
+        if opened is None:
+            return None
+        if self._runner is None and self.profile is None and opened.profile is not None:
+            self.profile = opened.profile
+            self._plan(None)
+        progress = self._keeper.restore(opened, self._planned())
+        self.steps, self.items = progress.steps, progress.items
+        if self.loss_scale is not None and progress.loss_scale is not None:
+            self.loss_scale = progress.loss_scale
+        return opened.path
+
+    def register(self, name: str, thing: Stateful) -> None:
+        """Save the state of an object, a data loader say, with every checkpoint, and give it back with the next load.
+
+        ``thing`` has ``state_dict`` and ``load_state_dict``; every rank registers its own, and that of each
+        data-parallel rank's first stage is saved.  What has been loaded before is given at once.
+        """
+        self._keeper.register(name, thing)
 
     # -- layout ----------------------------------------------------------------------------------------------
 
@@ -263,6 +231,7 @@ class Engine:
         new = Runner(plan, self.module, config, mesh, self._random, *self._make, before=old)
         moved = move(holding, old, new, self.module, mesh)
         self.config, self.mesh = config, mesh
+        self._keeper.follow(config, mesh)
         self._run_steps.start_over(new)
         self._install(new)
         return moved
@@ -280,93 +249,16 @@ class Engine:
     # -- stopping --------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Ask that training ends after the current step; may be called from a signal handler, on any one rank."""
+        """Ask that training ends after the current step of it, and a checkpoint is written where ``save_to`` is set.
+
+        May be called from a signal handler, on any one rank.
+        """
         self._asked_to_stop = True
 
     @property
     def should_stop(self) -> bool:
-        """Whether some rank had asked to stop when the last step ended: the same on every rank."""
+        """Whether some rank had asked to stop when the last training step ended: the same on every rank."""
         return self._stopping
-
-    def share(self, value: Any) -> Any:
-        """The value that the rank of the last stage gives, on every rank of the pipeline.  Collective."""
-        last = self.schedule.rank_of_stage[self.schedule.last_stage(0)]
-        return self.mesh.pipeline.broadcast_object(value, last)
-
-    # -- what is planned -------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> Plan:
-        return self._planned().plan
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """This rank's optimizer; its groups are the same on every rank, its parameters flat vectors."""
-        return self._updater().optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """What ``lr_scheduler`` made of the optimizer, None without one."""
-        return self._updater().scheduler
-
-    def timeline(self) -> Timeline:
-        """What was measured in the last training step, or, before there is one, in the last step of any kind.
-
-        Collective over a pipeline's ranks; the same on each.  Draw it with
-        ``engine.predicted_timeline().save("bubbles.html", over=engine.timeline())``.
-        """
-        executor = self._run_steps.trained
-        hop = self.profile.hop if self.profile is not None else 0.0
-        return measured_timeline(executor.schedule, executor.stamps, self.mesh.pipeline, hop=hop)
-
-    def predicted_timeline(self) -> Timeline:
-        """What the profile taken before the first step says of a training step.
-
-        Raises ``NotPlanned`` where there is no profile.
-        """
-        plan = self._planned().plan
-        if self.profile is None:
-            raise NotPlanned('there is no profile to predict from; set partition = "profile", or pass a profile')
-        costs = planned_costs(self.config, plan, self.profile)
-        if self.balancer is not None and self.balancer.profile is not None:
-            costs = self.balancer.profile
-        return predict_timeline(costs, plan.partition, self.schedule)
-
-    def memory_report(self) -> MemoryReport:
-        """What each rank of the pipeline holds now, in bytes, beside what was predicted where there is a profile.
-
-        Collective over a pipeline's ranks; the same on each.  Optimizer state is there after the first step.
-        """
-        runner = self._planned()
-        optimizer = None if runner.update is None else runner.update.optimizer
-        measured = tuple(self.mesh.pipeline.all_gather_object(held_by(runner.built, optimizer)))
-        if self.profile is None:
-            return MemoryReport(measured, None)
-        costs = planned_costs(self.config, runner.plan, self.profile)
-        return MemoryReport(measured, predicted_memory(runner.plan, costs))
-
-    def split_report(self) -> ModelSplit:
-        """Which weights get their gradient by W, where the schedule has W apart, and which by I, and why.
-
-        Known once a micro-batch has passed backward.  Collective over a pipeline's ranks; the same on each.
-        """
-        layers = self._planned().built.layers.values()
-        mine = {layer.index: (layer.name, layer.binding.report()) for layer in layers if layer.binding is not None}
-        return model_split(self.mesh.pipeline.all_gather_object(mine))
-
-    def _planned(self) -> Runner:
-        if self._runner is None:
-            raise NotPlanned(
-                "the layers are cut when the first micro-batch has been seen; call train_batch, eval_batch or forward "
-                "first, give a saved profile, or set partition to a method that needs no costs"
-            )
-        return self._runner
-
-    def _updater(self) -> Updater:
-        updater = self._planned().update
-        if updater is None:
-            raise NotPlanned("this engine has no optimizer; pass optimizer=... to initialize")
-        return updater
 
     def _plan(self, item: Item | None) -> None:
         """Make the Plan and all that depends on it; ``item`` is this rank's first micro-batch.  Collective."""
@@ -388,9 +280,10 @@ class Engine:
         )
         if self._runner is None:
             self._plan(intake.items[0] if intake.items else None)
-        runner, stop = self._planned(), self._asked_to_stop
+        runner = self._planned()
+        trains = call is Call.TRAIN_BATCH
+        wishes = Wishes(trains and self._asked_to_stop, trains and self._keeper.due(self.steps + 1))
         step, closing = self._run_steps.run(
-            intake, call, runner, mesh=self.mesh, limit=limit, updates=self.steps, scale=scale, stop=stop
+            intake, call, runner, mesh=self.mesh, limit=limit, updates=self.steps, scale=scale, wishes=wishes
         )
-        self._stopping = closing.stop
         return step, closing

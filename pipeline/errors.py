@@ -24,6 +24,8 @@ __all__ = [
     "RankDied",
     "StateError",
     "StepFailed",
+    "TrainingStopped",
+    "TrainingWarning",
     "TransferDeadlock",
     "TransferTimeout",
     "WorldSizeError",
@@ -101,6 +103,10 @@ class FormVaried(PipelineError):
 
     def __str__(self) -> str:
         return f"the input of stage {self.stage} does not have the form that it had for inputs of the same shapes"
+
+
+class TrainingStopped(SystemExit):
+    """Training has been asked to stop and is over; a loop that does not look at ``should_stop`` ends by it."""
 
 
 class TrainingWarning(UserWarning):

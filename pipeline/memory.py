@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 
 from partition import Profile, RankMemory, StateBytes, predict_memory
 from pipeline.build import BuiltLayers
+from pipeline.links.protocol import Group
 from pipeline.plan import Plan
+from pipeline.update import Updater
 
-__all__ = ["Held", "MemoryReport", "held_by", "predicted_memory"]
+__all__ = ["Held", "MemoryReport", "held_by", "memory_report", "predicted_memory"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -53,6 +55,16 @@ class MemoryReport(NamedTuple):
             mark = " *" if rank == fullest else ""
             lines.append(f"{rank:<6}" + "".join(f"{cell:>22}" for cell in cells) + mark)
         return "\n".join([*lines, "* the fullest rank" + ("; predicted in brackets" if self.predicted else "")])
+
+
+def memory_report(
+    built: BuiltLayers, update: Updater | None, plan: Plan, costs: Profile | None, pipeline: Group
+) -> MemoryReport:
+    """What every rank of the pipeline holds now, and by the profile should.  Collective over the pipeline's ranks."""
+    mine = held_by(built, None if update is None else update.optimizer)
+    return MemoryReport(
+        tuple(pipeline.all_gather_object(mine)), None if costs is None else predicted_memory(plan, costs)
+    )
 
 
 def held_by(built: BuiltLayers, optimizer: Optimizer | None) -> Held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
@@ -39,6 +40,8 @@ class Mesh:
     device: torch.device
     board: Board
     random_lock: Lock | None
+    aside: Callable[[], Group]
+    """The world as another group, for a thread beside the one that trains.  The first call is collective."""
 
     @property
     def data_rank(self) -> int:
@@ -109,6 +112,7 @@ def _arrange(transport: Transport, device: torch.device, data: int) -> Mesh:
         device=device,
         board=transport.board,
         random_lock=transport.random_lock,
+        aside=transport.aside,
     )
 
 

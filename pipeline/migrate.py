@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,27 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.build import BuiltLayers
-from pipeline.checkpoint import optimizer_entries, optimizer_targets
 from pipeline.chunks import Chunk, Described
+from pipeline.entries import Entries, Entry, arrived, wanted
 from pipeline.errors import StateError
-from pipeline.gradients.flat import FROZEN
 from pipeline.links.protocol import LANE_CONTROL
 from pipeline.mesh import Mesh
-from pipeline.module import PipelineModule, Tie
+from pipeline.module import PipelineModule
 from pipeline.runner import Runner
-from pipeline.ties import Held, Role, owner_name, role
 
-__all__ = ["Moved", "hold", "move"]
-
-
-class Entry(NamedTuple):
-    """What one rank has, or wants, of an entry of this shape: elements of it, flattened."""
-
-    size: tuple[int, ...]
-    chunks: list[Chunk]
-
-
-Entries = dict[str, Entry]
+__all__ = ["Moved", "move"]
 
 
 class Told(NamedTuple):
@@ -48,61 +35,6 @@ class Moved(NamedTuple):
     layers: tuple[int, ...]  # some of whose values did
 
 
-def hold(runner: Runner) -> Entries:
-    """All that this rank has of the state of training, as views; a rank that has an element has its newest value."""
-    found: Entries = {}
-    for name, chunk in _weights(runner.built, runner.all_ties):
-        _add(found, name, chunk)
-    if runner.update is not None:
-        for name, value in optimizer_entries(runner.update.optimizer, runner.update.flat, runner.all_ties).items():
-            _add(found, name, value)
-    for held, layer in runner.built.layers.items():
-        if layer.module is not None:
-            for name, buffer in layer.module.named_buffers():
-                _add(found, f"{_BUFFER}.{held.layer}.{name}", buffer)
-            for path, child in _with_extra(layer.module):
-                _add(found, f"{_EXTRA}.{held.layer}.{path}", _pickled(child.get_extra_state()))
-    return found
-
-
-def _add(entries: Entries, name: str, value: Tensor | Chunk) -> None:
-    size = (value.numel,) if isinstance(value, Chunk) else tuple(value.shape)
-    chunk = value if isinstance(value, Chunk) else Chunk(value.detach().reshape(-1), 0, value.numel())
-    entries.setdefault(name, Entry(size, [])).chunks.append(chunk)
-
-
-_BUFFER, _EXTRA = "buffer", "extra"
-
-
-def _weights(built: BuiltLayers, ties: Sequence[Tie], *, but: BuiltLayers | None = None) -> Iterator[tuple[str, Chunk]]:
-    """What this rank has of every parameter, once, in the widest type it has there; ``but`` has what to leave out."""
-    for held, flat in built.flats.items():
-        if but is not None and but.flats.get(held) is flat:
-            continue
-        for slot in flat.slots:
-            shard = built.shards[held][slot.vector]
-            if not slot.numel or role(ties, built.layers, held, slot.name) is Role.ALIAS:
-                continue
-            values, first = shard.trained, shard.start
-            if slot.group == FROZEN and shard.zero < 3:  # never updated, so that all of it is there for good
-                values, first = shard.vector.parameters, 0
-            start, stop = max(slot.offset, first), min(slot.end, first + values.numel())
-            if start < stop:
-                name = f"weights.{owner_name(ties, held.layer, slot.name)}"
-                yield name, Chunk(values.detach()[start - first : stop - first], start - slot.offset, slot.numel)
-
-
-def _with_extra(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Children whose class keeps more than parameters and buffers, by its own account."""
-    for path, child in module.named_modules():
-        if type(child).get_extra_state is not nn.Module.get_extra_state:
-            yield path, child
-
-
-def _pickled(state: object) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
-
-
 @torch.no_grad()
 def move(holding: Entries, old: Runner, new: Runner, module: PipelineModule, mesh: Mesh) -> Moved:
     """Fill everything that ``new`` has not taken over from ``old``.  Collective over all ranks.
@@ -112,14 +44,14 @@ def move(holding: Entries, old: Runner, new: Runner, module: PipelineModule, mes
     """
     told = mesh.world.all_gather_object({name: _told(entry) for name, entry in holding.items()})
     there = {name: Described(entry.dtype, entry.size) for rank in told for name, entry in rank.items()}
-    wanted = _wanted(old, new, there)
-    wants = mesh.world.all_gather_object({name: list(map(_span, e.chunks)) for name, e in wanted.items()})
+    needed = wanted(new, there, old)
+    wants = mesh.world.all_gather_object({name: list(map(_span, e.chunks)) for name, e in needed.items()})
     routes = list(_routes(told, wants))
     mesh.link.connect(sorted({(route.source, route.target) for route in routes if route.source != route.target}))
     arriving, leaving = [], []
     for route in routes:
         if route.target == mesh.rank:
-            target = _cut(wanted[route.name], route.start, route.stop)
+            target = _cut(needed[route.name], route.start, route.stop)
             if route.source == mesh.rank:
                 target.copy_(_cut(holding[route.name], route.start, route.stop))
             else:
@@ -135,7 +67,7 @@ def move(holding: Entries, old: Runner, new: Runner, module: PipelineModule, mes
             target.copy_(buffer)
     for pending in leaving:
         pending.wait()
-    _complete(old, new, wanted)
+    arrived(new, needed, old, trusted=True)
     _let_go(old.built, new.built, module)
     far = [route for route in routes if route.source != route.target]
     size = sum((r.stop - r.start) * told[r.source][r.name].dtype.itemsize for r in far)
@@ -191,56 +123,6 @@ def _cut(entry: Entry, start: int, stop: int) -> Tensor:
 
 def _layer_of(name: str) -> int:
     return next(int(word) for word in name.split(".") if word.isdecimal())
-
-
-def _wanted(old: Runner, new: Runner, stored: Mapping[str, Described]) -> Entries:
-    """Where the values go that this rank has not got in place."""
-    found: Entries = {}
-    for name, chunk in _weights(new.built, new.all_ties, but=old.built):
-        _add(found, name, chunk)
-    if new.update is not None:
-        optimizer = new.update.optimizer
-        for name, value in optimizer_targets(optimizer, new.update.fresh, new.all_ties, stored).items():
-            _add(found, name, value)
-    for held, module in _fresh_modules(old.built, new.built):
-        for name, (dtype, size) in stored.items():
-            if name.startswith(f"{_EXTRA}.{held.layer}."):
-                _add(found, name, torch.empty(size, dtype=dtype))
-        for name, buffer in module.named_buffers():
-            full = f"{_BUFFER}.{held.layer}.{name}"
-            if full in stored:
-                _add(found, full, _of_size(module, name, buffer, stored[full].size))
-    return found
-
-
-def _of_size(module: nn.Module, name: str, buffer: Tensor, size: tuple[int, ...]) -> Tensor:
-    """A buffer that has grown or shrunk since it was built gets the size that it has."""
-    if tuple(buffer.shape) == size and buffer.is_contiguous():
-        return buffer
-    path, _, key = name.rpartition(".")
-    grown = module.get_submodule(path)._buffers[key] = buffer.new_empty(size)
-    return grown
-
-
-def _fresh_modules(old: BuiltLayers, new: BuiltLayers) -> Iterator[tuple[Held, nn.Module]]:
-    for held, layer in new.layers.items():
-        if layer.module is not None and (held not in old.layers or old.layers[held].module is not layer.module):
-            yield held, layer.module
-
-
-def _complete(old: Runner, new: Runner, wanted: Entries) -> None:
-    """What follows from values that have arrived."""
-    for held, flat in new.built.flats.items():
-        if old.built.flats.get(held) is not flat:
-            for shard in new.built.shards[held]:
-                shard.updated()
-    for held, module in _fresh_modules(old.built, new.built):
-        first = new.built.layers.get(Held(held.layer))
-        if held.copy and first is not None:
-            new.built.layers[held].buffers.unpack(first.buffers.packed())
-        for path, child in _with_extra(module):
-            (state,) = wanted[f"{_EXTRA}.{held.layer}.{path}"].chunks
-            child.set_extra_state(pickle.loads(state.values.numpy().tobytes()))
 
 
 def _let_go(old: BuiltLayers, new: BuiltLayers, module: PipelineModule) -> None:

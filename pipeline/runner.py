@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from torch import Tensor
 
 from pipeline import failures
-from pipeline.agreement import Closing, Report, close
+from pipeline.agreement import Closing, Report, Wishes, close
 from pipeline.before import Before
 from pipeline.buffers import Snapshot, share_with_twins
 from pipeline.build import NO_LAYERS, ParamGroups, build_layers
@@ -56,7 +56,7 @@ class Runner:
     ) -> None:
         self.plan = plan
         self.schedule = plan.build_schedule()
-        self._mesh = mesh
+        self.mesh = mesh
         self._config = config
         self.zero = plan.zero
         own = self.schedule.stages_of_rank(mesh.pipe_rank)
@@ -100,7 +100,7 @@ class Runner:
 
     def leave(self) -> Before:
         """What another layout can take on from this one, which is not to be used any more.  Collective."""
-        return Before.leave(self.built, self._types, self._mesh.world)
+        return Before.leave(self.built, self._types, self.mesh.world)
 
     def _stage(self, stage: int, layers: Sequence[Held], loss: Layer) -> Stage:
         ends = {route[-1] for route in self.schedule.routes}
@@ -108,7 +108,7 @@ class Runner:
             stage,
             [self.built.layers[held] for held in layers],
             loss if stage in ends else None,
-            self._shards(stage, layers) if self._mesh.data > 1 else None,
+            self._shards(stage, layers) if self.mesh.data > 1 else None,
         )
 
     def _shards(self, stage: int, layers: Sequence[Held]) -> StageShards:
@@ -136,17 +136,17 @@ class Runner:
     def _world_rank_of_layer(self) -> dict[Held, int]:
         """The rank, in this rank's own pipeline, that holds each copy of each layer."""
         return {
-            held: self._mesh.world_rank(self._mesh.data_rank, rank)
+            held: self.mesh.world_rank(self.mesh.data_rank, rank)
             for stage, rank in enumerate(self.schedule.rank_of_stage)
             for held in _layers_of_stage(stage, self.schedule, self.plan)
         }
 
     def _pairs(self) -> list[tuple[int, int]]:
         """Ranks of the world, the first of which sends to the second: activations, gradients, gradients of ties."""
-        own = {self._mesh.world_rank(self._mesh.data_rank, rank): rank for rank in range(self._mesh.pipe)}
+        own = {self.mesh.world_rank(self.mesh.data_rank, rank): rank for rank in range(self.mesh.pipe)}
         pairs = {*lower(self.schedule).messages, *((own[a], own[b]) for a, b in self.ties.pairs)}
-        rows = range(self._mesh.data)
-        return sorted((self._mesh.world_rank(d, a), self._mesh.world_rank(d, b)) for d in rows for a, b in pairs)
+        rows = range(self.mesh.data)
+        return sorted((self.mesh.world_rank(d, a), self.mesh.world_rank(d, b)) for d in rows for a, b in pairs)
 
     def executor(self, *, train: bool, micro_batches: int) -> Executor:
         """The compiled program of a step of this many micro-batches; made on first use and kept."""
@@ -157,26 +157,26 @@ class Runner:
         program = lower(restrict(self.schedule, micro_batches), self._sharing)
         made = Executor(
             program,
-            self._mesh.pipe_rank,
+            self.mesh.pipe_rank,
             self.stages,
-            self._mesh.link,
-            [self._mesh.world_rank(self._mesh.data_rank, rank) for rank in range(self._mesh.pipe)],
-            self._mesh.board,
-            self._mesh.device,
+            self.mesh.link,
+            [self.mesh.world_rank(self.mesh.data_rank, rank) for rank in range(self.mesh.pipe)],
+            self.mesh.board,
+            self.mesh.device,
             depth=self._config.receive_ahead,
             batch_weights=self._config.weight_grad_batching,
         )
         self._executors[train, micro_batches] = made
         return made
 
-    def attempt(self, step: Step, *, stop: bool) -> tuple[Executor, Closing]:
+    def attempt(self, step: Step, *, wishes: Wishes) -> tuple[Executor, Closing]:
         """Run a step up to its closing agreement.  Collective over all ranks.
 
         Raises ``StepFailed`` where a layer raised and ``LossError`` where no gradient starts, on all ranks.  When the
         closing agreement tells of stages whose input varied, the step is to be run again.  In all these cases the
         model is as it was before.
         """
-        mesh = self._mesh
+        mesh = self.mesh
         self._set_mode(step.train)
         executor = self.executor(train=step.train, micro_batches=len(step.places))
         if step.train:
@@ -188,7 +188,7 @@ class Runner:
                     self._check_gradients(step)
             if step.train:
                 self.ties.add()
-            closing = self._close(step, executor, stop)
+            closing = self._close(step, executor, wishes)
         except LinkError as error:
             failures.explain_hang(error, mesh, executor.program.rows)
             raise
@@ -207,16 +207,16 @@ class Runner:
             self._share_buffers()
         return executor, closing
 
-    def _close(self, step: Step, executor: Executor, stop: bool) -> Closing:
-        self._mesh.board.at(At.CLOSING)
+    def _close(self, step: Step, executor: Executor, wishes: Wishes) -> Closing:
+        self.mesh.board.at(At.CLOSING)
         raised = None if step.failure is None else step.failure.error
         varied = raised.stage + 1 if isinstance(raised, FormVaried) else 0
         failed = raised is not None and not varied
         stamps = executor.stamps
         return close(
-            self._mesh,
+            self.mesh,
             self._config.micro_batches,
-            Report(failed, varied, step.rooted, stop, stamps.busy, stamps.end - stamps.begin),
+            Report(failed, varied, step.rooted, *wishes, stamps.busy, stamps.end - stamps.begin),
             losses=step.losses,
             shares=step.shares,
             squared_norms=self._squared_norms() if step.train else [],
@@ -247,12 +247,12 @@ class Runner:
     def _share_buffers(self) -> None:
         """Give every copy of the pipeline, and the second copy of a layer, the first one's running statistics and the
         like, once a step: evaluation, state and checkpoints then do not depend on which copy is asked."""
-        if self._mesh.data > 1:
+        if self.mesh.data > 1:
             for layer in self.built.layers.values():
-                layer.buffers.share(self._mesh.replicas)
+                layer.buffers.share(self.mesh.replicas)
         if max(self.schedule.copy_of_stage):
             buffers = {held: layer.buffers for held, layer in self.built.layers.items()}
-            share_with_twins(buffers, self._rank_of_layer, self._mesh.link)
+            share_with_twins(buffers, self._rank_of_layer, self.mesh.link)
 
     def _set_mode(self, train: bool) -> None:
         """Put all layers into training or evaluation mode."""
@@ -263,7 +263,7 @@ class Runner:
 
     def _squared_norms(self) -> list[Tensor | float]:
         """The squared norm of each layer's gradients, as far as this rank is the one to count them."""
-        counts = self.zero or self._mesh.data_rank == 0
+        counts = self.zero or self.mesh.data_rank == 0
         return squared_norms(self.built.stretches(Role.OWNER) if counts else [], self.plan.partition.cuts[-1])
 
     def zero_gradients(self) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "PartitionSetting",
     "PrecisionSetting",
     "RecomputeSetting",
+    "SaveEverySetting",
     "ScheduleOption",
     "did_you_mean",
     "explain",
@@ -119,6 +120,21 @@ def _bytes(value: object) -> object:
     raise _refusal("it must be a number of bytes, or one with a unit as in 8GiB or 500MB")
 
 
+_UNITS = {"": "steps", "step": "steps", "s": "seconds", "second": "seconds", "min": "minutes", "minute": "minutes",
+          "h": "hours", "hour": "hours"}  # fmt: skip
+
+
+def _save_every(value: object) -> object:
+    """``never``, ``auto``, or ``"100 steps"``, ``"10 minutes"``, of which steps are whole."""
+    if value in ("never", "auto"):
+        return value
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*?)s?\s*", str(value))
+    unit = None if match is None else _UNITS.get(match[2])
+    if match is not None and unit is not None and float(match[1]) > 0 and (unit != "steps" or match[1].isdecimal()):
+        return f"{match[1]} {unit}"
+    raise _refusal('it must be never, auto, or so many steps or so much time as in "100 steps" or "10 minutes"')
+
+
 def _loss_scale(value: object) -> object:
     if value == "dynamic":
         return value
@@ -157,5 +173,6 @@ PartitionSetting = Annotated[str | tuple[int, ...], NoDecode, BeforeValidator(_p
 RecomputeSetting = Annotated[str | tuple[int, ...], NoDecode, BeforeValidator(_recompute)]
 PrecisionSetting = Annotated[tuple[tuple[str, str], ...], NoDecode, BeforeValidator(_precision)]
 BytesSetting = Annotated[Annotated[float, Field(gt=0)], BeforeValidator(_bytes)]
+SaveEverySetting = Annotated[str, BeforeValidator(_save_every)]
 LossScaleSetting = Annotated[str | float, BeforeValidator(_loss_scale)]
 ScheduleOption = Annotated[bool | int | float | str, BeforeValidator(_schedule_option)]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from pipeline.build import ParamGroups
 from pipeline.config import PipelineConfig
 from pipeline.device import set_threads
 from pipeline.engine import Engine
-from pipeline.errors import ConfigError, ModelError
+from pipeline.errors import ConfigError, ModelError, TrainingWarning
 from pipeline.gradients.allocator import keep_freed_memory
 from pipeline.mesh import make_mesh
 from pipeline.module import PipelineModule
@@ -71,7 +75,7 @@ def initialize(
     set_threads(settings.threads)
     if settings.keep_freed_memory:
         keep_freed_memory()
-    return Engine(
+    engine = Engine(
         module,
         settings,
         make_mesh(settings.data_parallel, device=settings.device, link=settings.link, timeout=settings.timeout),
@@ -80,6 +84,25 @@ def initialize(
         param_groups,
         profile,
     )
+    if settings.save_to is not None:
+        _stop_on_sigterm(engine)
+        _resume(engine)
+    return engine
+
+
+def _resume(engine: Engine) -> None:
+    """Go on from the newest checkpoint, where that is set, or torchrun has started this in place of what failed."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if (engine.config.resume or restarted) and engine.resume() is None and engine.mesh.rank == 0:
+        text = f"there is no checkpoint in {engine.config.save_to} yet: training begins anew"
+        warnings.warn(text, TrainingWarning, stacklevel=3)
+
+
+def _stop_on_sigterm(engine: Engine) -> None:
+    """A signal to end makes the step come to its end, and a checkpoint be written, unless the program handles it."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
+        signal.signal(signal.SIGTERM, lambda *_: engine.request_stop())
 
 
 def _require_compiler(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.agreement import Call, Closing
+from pipeline.agreement import Call, Closing, Wishes
 from pipeline.errors import NotPlanned
 from pipeline.exchange import Forms, ShapeTable
 from pipeline.executor import Executor
@@ -70,7 +70,7 @@ class Steps:
         limit: int,
         updates: int,
         scale: float,
-        stop: bool,
+        wishes: Wishes,
     ) -> tuple[Step, Closing]:
         """Run what was read up to its closing agreement; losses are multiplied by ``scale``.  Collective."""
         opening, train = intake.opening, call is Call.TRAIN_BATCH
@@ -88,7 +88,7 @@ class Steps:
                 seeds=[share * scale for share in opening.shares],
                 forms=Forms(table, opening.signatures),
             )
-            executor, closing = runner.attempt(step, stop=stop)
+            executor, closing = runner.attempt(step, wishes=wishes)
             if not closing.varied:
                 break
             table.varying |= closing.varied  # from now on headers go ahead of what enters these

@@ -29,10 +29,10 @@ class Stretch(NamedTuple):
 
     layer: int
     group: int
+    role: Role
     parameters: Tensor
     gradients: Tensor
     pieces: tuple[Piece, ...]
-    master: bool  # whether the model computes with a rounding of these parameters
 
 
 def stretches(
@@ -55,8 +55,7 @@ def stretches(
                     if uncut:
                         shape = next(s.shape for s in flat.slots if s.name == pieces[0].name) or (1,)
                         parameters, gradients = parameters.view(shape), gradients.view(shape)
-                    master = shard.trained is not shard.parameters
-                    found.append(Stretch(held.layer, number, parameters, gradients, pieces, master))
+                    found.append(Stretch(held.layer, number, Role(role), parameters, gradients, pieces))
     return found
 
 

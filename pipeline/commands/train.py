@@ -42,8 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an optimizer class or a function of parameter groups (default: torch.optim:AdamW)",
     )  # fmt: skip
     parser.add_argument("--lr", type=float, metavar="RATE", help="learning rate (default: the optimizer's own)")
-    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save here when training ends")
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --checkpoints")
     parser.add_argument("--save", type=Path, metavar="FILE", help="draw the last step: .html, .png, .svg or .json")
     PipelineConfig.add_arguments(parser)
 
@@ -60,12 +58,10 @@ def run(options: argparse.Namespace) -> int:
         optimizer = partial(optimizer, lr=options.lr)
     engine = initialize(module, config=config, optimizer=optimizer)
     data = loading.load_data(options)
-    if options.resume:
-        engine.load_checkpoint(_checkpoints(options))
-        _skip(data, engine.steps * config.micro_batches)
+    _skip(data, engine.items)
     _train(engine, data, options.steps)
-    if options.checkpoints is not None:
-        _say(engine, f"saved {engine.save_checkpoint(options.checkpoints)}")
+    if config.save_to is not None:
+        _say(engine, f"saved {engine.finish_saving() if engine.should_stop else engine.save_checkpoint()}")
     _draw(engine, options.save)
     _tell_split(engine)
     return 0
@@ -75,7 +71,7 @@ def _train(engine: Engine, data: Any, steps: int | None) -> None:
     from pipeline.progress import live
 
     with live(engine, steps, unit="micro-batches", amount=engine.config.micro_batches * engine.mesh.data) as report:
-        while steps is None or engine.steps < steps:
+        while not engine.should_stop and (steps is None or engine.steps < steps):
             try:
                 report(engine.train_batch(data))
             except EndOfData as error:
@@ -111,13 +107,6 @@ def _tell_split(engine: Engine) -> None:
 
 def _skip(data: Any, items: int) -> None:
     next(itertools.islice(data, items, items), None)
-
-
-def _checkpoints(options: argparse.Namespace) -> Path:
-    if options.checkpoints is None:
-        raise ConfigError("--resume needs --checkpoints DIR, where the checkpoint is")
-    found: Path = options.checkpoints
-    return found
 
 
 def _say(engine: Engine, text: str) -> None:

@@ -123,6 +123,7 @@ class DistributedTransport:
     """
 
     __slots__ = (
+        "_aside",
         "_groups",
         "board",
         "device",
@@ -150,6 +151,7 @@ class DistributedTransport:
         world = default if fresh else self._new_group(everyone)
         self.world = self._group(world, everyone)
         self._groups: dict[tuple[tuple[int, ...], ...], Group] = {(everyone,): self.world}
+        self._aside: DistributedGroup | None = None
         tagged = TaggedLink(world, rank, ranks, timeout)
         self.board = Board(shared_bytes(self.world, BYTES_PER_RANK * ranks), rank)
         hosts = self._hosts()
@@ -174,9 +176,16 @@ class DistributedTransport:
             self._groups[key] = self._group(made[own], own) if own in made else alone(own)
         return self._groups[key]
 
+    def aside(self) -> Group:
+        if self._aside is None:
+            limit = timedelta(seconds=self.timeout)
+            group = dist.new_group(list(self.world.ranks), backend="gloo", timeout=limit)
+            self._aside = self._group(cast(dist.ProcessGroup, group), self.world.ranks)
+        return self._aside
+
     def let_go(self) -> None:
         """Drop every torch group, which an engine that still stands somewhere would keep from ending its threads."""
-        for group in self._groups.values():
+        for group in (*self._groups.values(), self._aside):
             if isinstance(group, DistributedGroup):
                 del group.process_group
         self.link.let_go()

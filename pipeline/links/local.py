@@ -159,6 +159,9 @@ class LocalTransport:
             self._groups[own] = LocalGroup(self._world, own, self.link.rank)
         return self._groups[own]
 
+    def aside(self) -> LocalGroup:
+        return self.world  # what threads do beside training, one of them does for all
+
 
 def current() -> LocalTransport | None:
     """The transport of the calling rank, inside of ``run_local``; None outside."""

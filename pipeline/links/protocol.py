@@ -139,6 +139,12 @@ class Transport(Protocol):
         order. The same parts give the same group again.
         """
 
+    def aside(self) -> Group:
+        """All ranks once more, for a thread beside the one that uses the world; for tensors in host memory and objects.
+
+        The first call is collective; later ones give the same group.
+        """
+
 
 class _Done:
     """What has been completed already."""

@@ -72,7 +72,7 @@ def test_train_runs_to_the_end_of_the_data_and_goes_on_from_its_checkpoint(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["train", f"{model}:Tiny", "--micro-batches", "3", "--partition", "uniform", "--lr", "0.05"]
-    checkpoints = ["--checkpoints", str(tmp_path / "checkpoints")]
+    checkpoints = ["--save-to", str(tmp_path / "checkpoints")]
     picture = tmp_path / "step.json"
     assert main([*common, *checkpoints, "--steps", "2", "--save", str(picture)]) == 0
     assert "step 2/2" in capsys.readouterr().out
@@ -109,7 +109,7 @@ BAD_TRAINING = [
     (["--steps", "-1"], "'-1' is not a whole number, 1 or more"),
     (["--steps", "1", "--save", "x.pdf"], "cannot save a timeline as 'x.pdf'; let the name end in one of .html"),
     (["--steps", "1", "--save", "/nowhere/x.html"], "cannot write /nowhere/x.html: there is no folder /nowhere"),
-    (["--resume", "--checkpoints", "/nowhere"], "there is no checkpoint in /nowhere"),
+    (["--resume"], "resume needs a folder of checkpoints: set save_to"),
     (["--data", "{model}:nothing_left"], "the data hold no micro-batch; let --data give at least one"),
     (["--data", "{model}:numbers"], "an item is a pair (inputs, targets), targets may be None; got a int"),
     (["--partition", "1,9"], "partition = (1, 9): for 1 stages of 3 layers give 0 cut points"),
@@ -129,6 +129,3 @@ def test_bad_training_is_one_line_and_exit_code_2(
     assert not told.out
 
 
-def test_resuming_without_a_place_to_resume_from(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", f"{model}:Tiny", "--resume", "--partition", "uniform"]) == 2
-    assert "--resume needs --checkpoints DIR" in capsys.readouterr().err

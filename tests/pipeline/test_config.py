@@ -326,6 +326,11 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
         "balance_window": 3,
         "balance_gain": 0.1,
         "balance_horizon": 10,
+        "save_to": "checkpoints",
+        "save_every": "10 minutes",
+        "save_failure_hours": 1.0,
+        "save_keep": 2,
+        "resume": True,
         "device": "cpu",
         "threads": 2,
         "link": "gloo",
@@ -335,15 +340,15 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
         "timeout": 10.0,
     }
     assert list(others) == list(PipelineConfig.model_fields)
-    default = PipelineConfig()
-    digests = {default.digest()}
+    beside: dict[str, dict[str, Any]] = {  # those that do not go without another
+        "memory_limit": {"recompute": "auto", "memory_limit": "2GiB"},
+        "save_every": {"save_to": "checkpoints"},
+        "resume": {"save_to": "checkpoints"},
+    }
+    digests = {PipelineConfig().digest()}
     for name, value in others.items():
-        if name == "memory_limit":  # it goes with another
-            auto = PipelineConfig(recompute="auto", memory_limit="2GiB")
-            config = PipelineConfig(recompute="auto", memory_limit=value)
-            assert config.differences(auto) == (name,)
-        else:
-            config = PipelineConfig(**{name: value})
-            assert config.differences(default) == default.differences(config) == (name,)
+        default = PipelineConfig(**beside.get(name, {}))
+        config = PipelineConfig(**{**beside.get(name, {}), name: value})
+        assert config.differences(default) == default.differences(config) == (name,)
         digests.add(config.digest())
     assert len(digests) == 1 + len(others)
