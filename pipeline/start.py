@@ -71,10 +71,7 @@ def initialize(
             "one, since each rank makes its own for what it holds: lambda groups: torch.optim.SGD(groups, lr=0.1)"
         )
     settings = PipelineConfig.load(config)
-    _require_compiler(settings.compile)
-    set_threads(settings.threads)
-    if settings.keep_freed_memory:
-        keep_freed_memory()
+    _settle(settings)
     engine = Engine(
         module,
         settings,
@@ -88,6 +85,14 @@ def initialize(
         _stop_on_sigterm(engine)
         _resume(engine)
     return engine
+
+
+def _settle(settings: PipelineConfig) -> None:
+    """Check and do what concerns the whole process."""
+    _require_compiler(settings.compile)
+    set_threads(settings.threads)
+    if settings.keep_freed_memory:
+        keep_freed_memory()
 
 
 def _resume(engine: Engine) -> None:
