@@ -97,8 +97,9 @@ def _settle(settings: PipelineConfig) -> None:
 
 def _resume(engine: Engine) -> None:
     """Go on from the newest checkpoint, where that is set, or torchrun has started this in place of what failed."""
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if (engine.config.resume or restarted) and engine.resume() is None and engine.mesh.rank == 0:
+    here = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    goes_on = engine.config.resume or any(engine.mesh.world.all_gather_object(here))  # hosts count each for itself
+    if goes_on and engine.resume() is None and engine.mesh.rank == 0:
         text = f"there is no checkpoint in {engine.config.save_to} yet: training begins anew"
         warnings.warn(text, TrainingWarning, stacklevel=3)
 

@@ -22,6 +22,7 @@ from pipeline.links.host_memory import shared_bytes
 from pipeline.links.local_group import alone
 from pipeline.links.protocol import Group, own_part
 from pipeline.links.relay import relay_between_hosts
+from pipeline.links.rendezvous import meet, shared_store
 from pipeline.links.shared_link import SharedLink
 from pipeline.watch import BYTES_PER_RANK, At, Board
 
@@ -89,7 +90,10 @@ def _initialize(wanted: str, timeout: float) -> tuple[torch.device, bool]:
         return process_device(wanted, local_rank, dist.get_backend_config()), False
     device = process_device(wanted, local_rank)
     limit = timedelta(seconds=timeout)
-    dist.init_process_group(backend_of(device), timeout=limit, device_id=bound(device))
+    store, rank, size = meet(timeout) if shared_store() else (None, -1, -1)  # as the environment says
+    dist.init_process_group(
+        backend_of(device), timeout=limit, store=store, rank=rank, world_size=size, device_id=bound(device)
+    )
     return device, True
 
 
