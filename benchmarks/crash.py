@@ -46,7 +46,7 @@ def main() -> int:
         place = PLACES[number % len(PLACES)]
         deaths = [drawn(draw, place)]
         if place == "loading":
-            deaths.insert(0, drawn(draw, "send"))
+            deaths.insert(0, {**drawn(draw, "renaming"), "call": draw.randint(6, 8)})  # when there is what to load
         found = run(deaths)
         last = deaths[-1]
         name = f"{number}: rank {last['rank']}, {place} {last['call']}, {'after' if last['after'] else 'before'}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import ConfigError
+from pipeline.guard import Remedy
 from pipeline.setting_sources import Arguments, Source, add_flags, merge, read_flags, read_source
 from pipeline.setting_types import (
     BytesSetting,
@@ -103,8 +104,18 @@ class PipelineConfig(BaseModel):
     gradient_clipping: float | None = Field(None, gt=0)
     """Largest norm of all gradients together; longer ones are scaled down to it. Without it none are."""
 
-    nonfinite_loss: Literal["raise", "ignore"] = "raise"
-    """What a loss that is infinite or not a number does to the step: end it with an error, or nothing."""
+    nonfinite_loss: Remedy = "raise"
+    """What is done about a loss or gradients that are infinite or not a number: raise an error, skip the step, rollback
+    to the newest checkpoint in save_to and go on with the next data, or ignore it."""
+
+    loss_spike: Remedy = "ignore"
+    """The same, about a loss that is far above those of the last 50 steps."""
+
+    loss_spike_size: float = Field(20.0, gt=1)
+    """How many times as far above their median as they lie from it."""
+
+    loss_attempts: int = Field(5, ge=1)
+    """How often steps are skipped or rolled back, without a later one that is well, before there is an error."""
 
     reference_numerics: bool = False
     """Accumulate gradients exactly as plain PyTorch does, to the last bit; slower."""
@@ -202,6 +213,9 @@ class PipelineConfig(BaseModel):
         if self.save_to is None and (self.save_every != "never" or self.resume):
             name = "resume" if self.resume else "save_every"
             raise ConfigError(f"{name} needs a folder of checkpoints: set save_to, as in save_to = \"checkpoints\"")
+        if self.save_to is None and "rollback" in (self.nonfinite_loss, self.loss_spike):
+            name = "nonfinite_loss" if self.nonfinite_loss == "rollback" else "loss_spike"
+            raise ConfigError(f'{name} = "rollback" goes back to a checkpoint: set save_to and save_every')
         return self
 
     @classmethod

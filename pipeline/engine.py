@@ -17,8 +17,9 @@ from pipeline.batch import Item
 from pipeline.build import ParamGroups
 from pipeline.config import PipelineConfig
 from pipeline.entries import hold
-from pipeline.errors import CheckpointError, NonFiniteLoss, NotPlanned, TrainingStopped, TrainingWarning
+from pipeline.errors import CheckpointError, NotPlanned, TrainingStopped, TrainingWarning
 from pipeline.gradients.health import GradientHealth
+from pipeline.guard import LossGuard
 from pipeline.layer import RandomSource
 from pipeline.mesh import Mesh, make_mesh
 from pipeline.migrate import Moved, move
@@ -33,7 +34,7 @@ from pipeline.saving.keeper import Keeper, Progress, Stateful
 from pipeline.stats import StepStats, stats_of
 from pipeline.step import Step
 from pipeline.update import MakeOptimizer, MakeScheduler
-from pipeline.verdict import judge
+from pipeline.verdict import Verdict, judge
 
 __all__ = ["Engine"]
 
@@ -62,6 +63,7 @@ class Engine(Planned):
         self._random = RandomSource(config.seed, mesh.device, mesh.random_lock)
         self._names = tuple(f"{i} ({module.type_of(i)})" for i in range(len(module)))
         self._health = GradientHealth(self._names)
+        self._guard = LossGuard()
         self._keeper = Keeper(config, mesh)
         self._stopping = self._asked_to_stop = False
         if config.partition != "profile" or self.profile is not None:
@@ -77,7 +79,7 @@ class Engine(Planned):
         rank's device, the same on every rank.
 
         Raises ``EndOfData`` when no item is left, ``StepFailed`` on all ranks when a layer raised on one,
-        ``NonFiniteLoss`` for a loss or gradient that is not finite; the model is then as it was before the step.
+        ``NonFiniteLoss`` or ``LossSpike`` where the settings want it; the model is then as it was before the step.
         After ``request_stop`` has ended training, raises ``TrainingStopped``, which ends the program with code 0.
         """
         if self._make[0] is None:
@@ -89,16 +91,12 @@ class Engine(Planned):
         self._stopping = closing.stop
         runner, update = self._planned(), self._updater()
         used = 1.0 if self.loss_scale is None else self.loss_scale.value
-        verdict = judge(closing, self.steps, self.config, self.loss_scale, self._scaling, self._names)
+        verdict = judge(closing, self.steps, self.config, self.loss_scale, self._scaling, self._names, self._guard)
         self.stats = stats_of(closing, verdict, self.mesh.size, used)
         self.loss_scale = verdict.scale
-        if self.balancer is not None and (verdict.refusal or verdict.skipped):
-            self.balancer.forget_step()
-        if verdict.refusal:
+        if verdict.action != "apply":
             runner.undo()
-            raise NonFiniteLoss(verdict.refusal)
-        if verdict.skipped:
-            runner.undo()
+            self._withhold(verdict)
             self._keep(due=False, last=closing.stop)
             return closing.loss
         advice = self._health.observe(closing.squared_norms)
@@ -111,10 +109,25 @@ class Engine(Planned):
         finally:  # where the optimizer raises, its gradients must not be added to those of the next step
             runner.zero_gradients()
             runner.updated()
+        self._guard.applied(self.steps, float(closing.loss))
         self.steps += 1
         self._balance(closing)
         self._keep(due=closing.save, last=closing.stop)
         return closing.loss
+
+    def _withhold(self, verdict: Verdict) -> None:
+        """What is to happen instead of the update of a step.  Raises what refuses it, if that is wanted."""
+        if self.balancer is not None:
+            self.balancer.forget_step()
+        if verdict.refusal is not None:
+            raise verdict.refusal
+        what = "the step is skipped"
+        if verdict.action == "rollback":
+            items = self.items
+            what = f"going back to {self.load_checkpoint()}, and on with the next data"
+            self.items = items  # those that spoiled the step are not taken again
+        if verdict.text and self.mesh.rank == 0:
+            warnings.warn(f"{verdict.text}: {what}", TrainingWarning, stacklevel=3)
 
     def _balance(self, closing: Closing) -> None:
         """Move layers, where the balancer says so."""
@@ -161,7 +174,7 @@ class Engine(Planned):
 
         Raises ``CheckpointError`` on every rank when it cannot be written; without ``wait`` a later call tells.
         """
-        progress = Progress(self.steps, self.items, self.loss_scale)
+        progress = Progress(self.steps, self.items, self.loss_scale, self._guard.losses)
         return self._keeper.save(directory, self._planned(), progress, self.profile, wait=wait)
 
     def finish_saving(self) -> Path:
@@ -194,6 +207,7 @@ class Engine(Planned):
             self._plan(None)
         progress = self._keeper.restore(opened, self._planned())
         self.steps, self.items = progress.steps, progress.items
+        self._guard.resume(progress.losses)
         if self.loss_scale is not None and progress.loss_scale is not None:
             self.loss_scale = progress.loss_scale
         return opened.path

@@ -15,6 +15,7 @@ __all__ = [
     "LayerError",
     "LinkError",
     "LossError",
+    "LossSpike",
     "MessageMismatch",
     "ModelError",
     "NonFiniteLoss",
@@ -88,6 +89,10 @@ class LayerError(PipelineError):
 
 class GradientError(PipelineError):
     """A gradient was lost or replaced."""
+
+
+class LossSpike(PipelineError):
+    """A loss is far above those of the steps before it."""
 
 
 class NonFiniteLoss(PipelineError):

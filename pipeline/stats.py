@@ -19,7 +19,7 @@ class StepStats:
     bubble: float
     gradient_norm: float
     skipped: bool
-    """Whether gradients overflowed in fp16, so that nothing was updated."""
+    """Whether nothing was updated: gradients overflowed in fp16, or the loss was not what it should be."""
     layer_norms: tuple[float, ...]
     """The norm of each layer's gradients, 0 where it has none; tied parameters count to their first layer."""
 
@@ -28,4 +28,4 @@ def stats_of(closing: Closing, verdict: Verdict, ranks: int, scale: float) -> St
     """The statistics of a step that was computed with this loss scale."""
     bubble = 1 - sum(closing.busy) / (closing.span * ranks)
     norms = tuple(math.sqrt(square) / scale for square in closing.squared_norms)
-    return StepStats(closing.span, bubble, verdict.norm, verdict.skipped, norms)
+    return StepStats(closing.span, bubble, verdict.norm, verdict.action != "apply", norms)

@@ -41,6 +41,7 @@ class Progress(NamedTuple):
     steps: int
     items: int  # micro-batches that each data-parallel rank has trained on
     loss_scale: LossScale | None
+    losses: tuple[float, ...]  # of the last steps, by which spikes are told
 
 
 class Keeper:
@@ -108,6 +109,7 @@ class Keeper:
         )
         values = {
             "items": progress.items,
+            "losses": progress.losses,
             "loss_scale": None if progress.loss_scale is None else asdict(progress.loss_scale),
             "groups": None if updater is None else updater.settings(),
             "scheduler": None if updater is None or updater.scheduler is None else updater.scheduler.state_dict(),
@@ -137,6 +139,7 @@ class Keeper:
 
     def open(self, path: str | Path | None, layers: int) -> Opened | None:
         """The checkpoint to go on from, of a model of so many layers, None where there is none.  Collective."""
+        self.saver.settle()
         opened = open_checkpoint(self._folder(path), self._mesh)
         if opened is not None and opened.manifest.layers != layers:
             raise CheckpointError(
@@ -160,7 +163,8 @@ class Keeper:
         for name in self._things.keys() & states.keys():
             self._give(name, states[name])
         scale = header["loss_scale"]
-        return Progress(opened.manifest.steps, header["items"], None if scale is None else LossScale(**scale))
+        scale = None if scale is None else LossScale(**scale)
+        return Progress(opened.manifest.steps, header["items"], scale, header["losses"])
 
     def _give(self, name: str, states: list[Any]) -> None:
         self._things[name].load_state_dict(self._own(name, states))

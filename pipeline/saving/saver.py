@@ -92,7 +92,7 @@ class Saver:
         Raises ``CheckpointError`` on every rank when it waits and it cannot be written; else ``problem`` tells of it.
         """
         started = time.perf_counter()
-        self._join()
+        self.settle()
         mesh, threads = self._mesh, self._mesh.random_lock is not None
         forms = {name: _form(entry) for name, entry in contents.entries.items()}
         part = _Part(files.chunks_of(contents.entries), forms, contents.shapes)
@@ -117,7 +117,7 @@ class Saver:
 
         Raises ``CheckpointError`` on every rank when it could not be written.
         """
-        self._join()
+        self.settle()
         problem = self._mesh.world.broadcast_object(self._problem, 0)
         self._problem = ""
         if problem:
@@ -133,7 +133,8 @@ class Saver:
         told, self._problem = self._problem, ""
         return told
 
-    def _join(self) -> None:
+    def settle(self) -> None:
+        """Wait until nothing is being written by this rank any more."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -184,7 +184,7 @@ def save_without_room(path: str, wait: bool) -> tuple[list[float], list[str]]:
                 engine.save_checkpoint(path)
         else:
             engine.save_checkpoint(path, wait=False)
-            engine._keeper.saver._join()
+            engine._keeper.saver.settle()
         losses += train(engine, 3)
     engine.save_checkpoint(path)
     return losses, [str(warning.message) for warning in told if warning.category is TrainingWarning]
