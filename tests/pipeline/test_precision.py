@@ -318,5 +318,5 @@ def test_gradients_that_are_not_finite_are_told_with_their_layer() -> None:
         engine = initialize(module, config=config, optimizer=torch.optim.SGD)
         engine.train_batch([(torch.ones(1, 2), torch.zeros(1, 2))])
 
-    with pytest.raises(NonFiniteLoss, match=r"On the way back the first gradients .* are those of layer 0 \(Linear\)"):
+    with pytest.raises(NonFiniteLoss, match=r"on the way back the first gradients .* are those of layer 0 \(Linear\)"):
         run_local(worker, 1)
