@@ -27,6 +27,7 @@ COMMANDS = {
     "timeline": Command("pipeline.commands.timeline", "draw what a schedule does, and where its bubbles come from"),
     "partition": Command("pipeline.commands.partition", "measure a model's layers, and cut it for every schedule"),
     "train": Command("pipeline.commands.train", "train a model by name, alone or on the ranks of torchrun"),
+    "export": Command("pipeline.commands.export", "write the model of a checkpoint as a file of safetensors"),
     "compare": Command("pipeline.commands.compare", "draw several schedules on one time axis, and say the difference"),
 }
 
