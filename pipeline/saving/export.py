@@ -12,23 +12,18 @@ from pipeline.entries import BUFFER, WEIGHTS, Entry
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.saving import files
 from pipeline.saving.folder import candidates
-from pipeline.saving.manifest import MANIFEST, Manifest, misfit_of_file
+from pipeline.saving.manifest import Manifest, damage
+from pipeline.saving.opening import is_checkpoint
 
-__all__ = ["export", "model_of"]
+__all__ = ["export"]
 
 
-def model_of(path: Path) -> dict[str, Tensor]:
-    """Parameters and buffers in a checkpoint, or in the newest of a folder of checkpoints, as ``full_state_dict`` names
-    them; parameters that layers share have one entry, under the first layer.
-
-    Raises ``CheckpointError`` where there is none, or one that is damaged.
-    """
-    path = _newest(path)
-    manifest = Manifest.read(path)
-    wrong = (misfit_of_file(path / name, whole) for name, whole in manifest.files.items())
-    problem = next((text for text in wrong if text), "")
+def _model_of(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Parameters and buffers in a checkpoint, as ``full_state_dict`` names them; parameters that layers share have one
+    entry, under the first layer."""
+    problem = damage(path, manifest, manifest.files)
     if problem:
-        raise CheckpointError(f"{path} is damaged: {problem}")
+        raise CheckpointError(problem)
     model: dict[str, Tensor] = {}
     entries: dict[str, Entry] = {}
     for name, (dtype, size) in manifest.described().items():
@@ -43,25 +38,20 @@ def model_of(path: Path) -> dict[str, Tensor]:
 
 
 def export(path: Path, target: Path) -> tuple[Path, int]:
-    """Write the model of a checkpoint into a file of safetensors; which checkpoint it was, and how many tensors.
+    """Write the model of a checkpoint, or of the newest in a folder of them, into a file of safetensors; which
+    checkpoint it was, and how many tensors.
 
     Read it with ``engine.load_full_state_dict(safetensors.torch.load_file(target))``.  Raises ``ConfigError`` where
-    safetensors is not installed, and what ``model_of`` raises.
+    safetensors is not installed, and ``CheckpointError`` where there is no checkpoint, or one that is damaged.
     """
     try:
         from safetensors.torch import save_file
     except ImportError:
         raise ConfigError("safetensors is not installed: pip install 'pipeloom[export]'") from None
-    path = _newest(path)
-    model = model_of(path)
-    save_file(model, target, metadata={"format": "pt", "steps": str(Manifest.read(path).steps)})
-    return path, len(model)
-
-
-def _newest(path: Path) -> Path:
-    if (path / MANIFEST).is_file() or path.name.startswith("step-"):
-        return path
-    found = candidates(path)
+    found = [path] if is_checkpoint(path) else candidates(path)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {path}")
-    return found[0]
+    manifest = Manifest.read(found[0])
+    model = _model_of(found[0], manifest)
+    save_file(model, target, metadata={"format": "pt", "steps": str(manifest.steps)})
+    return found[0], len(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipeline.chunks import Described
 from pipeline.errors import CheckpointError
 
-__all__ = ["FORM", "MANIFEST", "FileSum", "Manifest", "file_sum", "misfit_of_file"]
+__all__ = ["FORM", "MANIFEST", "FileSum", "Manifest", "damage", "file_sum"]
 
 MANIFEST = "manifest.json"
 
@@ -107,7 +107,13 @@ def file_sum(path: Path) -> FileSum:
     return FileSum(bytes=path.stat().st_size, sha256=digest)
 
 
-def misfit_of_file(path: Path, expected: FileSum) -> str:
+def damage(path: Path, manifest: Manifest, names: Iterable[str]) -> str:
+    """What is wrong with these files of the checkpoint in a folder, empty if nothing is."""
+    wrong = (_misfit(path / name, manifest.files[name]) for name in names)
+    return next((f"{path} is damaged: {text}" for text in wrong if text), "")
+
+
+def _misfit(path: Path, expected: FileSum) -> str:
     """What is wrong with a file, empty if nothing is; one of the wrong length is not read."""
     try:
         size = path.stat().st_size

@@ -17,11 +17,11 @@ from pipeline.mesh import Mesh
 from pipeline.runner import Runner
 from pipeline.saving import files
 from pipeline.saving.folder import candidates
-from pipeline.saving.manifest import Manifest, misfit_of_file
+from pipeline.saving.manifest import Manifest, damage
 from pipeline.saving.saver import HEADER, PROFILE
 from pipeline.state import agreed_misfit
 
-__all__ = ["Opened", "open_checkpoint", "require_fit", "restore"]
+__all__ = ["Opened", "is_checkpoint", "open_checkpoint", "require_fit", "restore"]
 
 
 class Opened(NamedTuple):
@@ -39,8 +39,8 @@ def open_checkpoint(path: Path, mesh: Mesh) -> Opened | None:
     Damaged ones of a folder are named in a warning.  Raises ``CheckpointError`` on every rank where ``path`` itself is
     one that is damaged, and where none of a folder is whole.
     """
-    given = mesh.world.broadcast_object(([path], True) if _is_one(path) else (candidates(path), False), 0)
-    found, alone = given
+    alone = is_checkpoint(path)
+    found, alone = mesh.world.broadcast_object(([path] if alone else candidates(path), alone), 0)
     problems: list[str] = []
     for one in found:
         opened, problem = _opened(one, mesh)
@@ -56,7 +56,8 @@ def open_checkpoint(path: Path, mesh: Mesh) -> Opened | None:
     return None
 
 
-def _is_one(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, be it whole or not, and no folder of checkpoints."""
     return (path / HEADER).exists() or path.name.startswith("step-")
 
 
@@ -66,8 +67,7 @@ def _opened(path: Path, mesh: Mesh) -> tuple[Opened | None, str]:
     try:
         manifest = Manifest.read(path)
         names = sorted(manifest.files)
-        wrong = (misfit_of_file(path / name, manifest.files[name]) for name in names[mesh.rank :: mesh.size])
-        problem = next((f"{path} is damaged: {text}" for text in wrong if text), "")
+        problem = damage(path, manifest, names[mesh.rank :: mesh.size])
         if not problem:
             with files.readable(path):
                 header = torch.load(path / HEADER, weights_only=True)
