@@ -113,7 +113,7 @@ def _require_one_state(updates: Sequence[float]) -> None:
 def _require_own_iterators(mesh: Mesh, iterators: Sequence[float]) -> None:
     reader: dict[tuple[int, float], int] = {}
     for rank, iterator in enumerate(iterators):
-        first = reader.setdefault((rank // mesh.pipe, iterator), rank)
+        first = reader.setdefault((mesh.coordinates(rank)[0], iterator), rank)
         if iterator and first != rank:
             raise DataError(
                 f"ranks {first} and {rank} of one pipeline read the same iterator, so that each gets what the other "
@@ -130,7 +130,7 @@ def _tell_errors(mesh: Mesh, error: Exception | None) -> None:
 
 def _agreed_count(mesh: Mesh, counts: Sequence[float]) -> int:
     reading = {rank: int(count) - 1 for rank, count in enumerate(counts) if count > 0}
-    copies = [{n for rank, n in reading.items() if rank // mesh.pipe == copy} for copy in range(mesh.data)]
+    copies = [{n for rank, n in reading.items() if mesh.coordinates(rank)[0] == copy} for copy in range(mesh.data)]
     if all(len(found) == 1 for found in copies):
         if {0} in copies:
             raise EndOfData("an iterator has no micro-batch left")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.links.protocol import LANE_CONTROL, Group, Link, Pending
+from pipeline.links.protocol import LANE_CONTROL, Exchange, Link, Pending
 from pipeline.ties import Held
 
 __all__ = ["Buffers", "Snapshot", "share_with_twins"]
@@ -92,7 +92,7 @@ class Buffers:
         return any(b is not None and b.untyped_storage().data_ptr() == address for _, _, b in self._all())
 
     @torch.no_grad()
-    def share(self, group: Group) -> None:
+    def share(self, group: Exchange) -> None:
         """Make the saved ones those of the group's first member.  Collective over ranks that hold the same layer."""
         together = self.packed()
         if together is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipeline.before import Before
+from pipeline.comm.ways import Ways
 from pipeline.errors import ModelError
 from pipeline.gradients.binding import Binding
 from pipeline.gradients.flat import FlatLayer, Sort
@@ -140,7 +141,7 @@ def build_layers(
     ties: Sequence[Tie],
     random: RandomSource,
     pipeline: Group,
-    replicas: Group,
+    ways: Ways,
     *,
     zero: int,
     uncut: bool,
@@ -153,19 +154,20 @@ def build_layers(
 ) -> BuiltLayers:
     """Build the layers of this rank.  Collective over the pipeline, whose ranks agree on the optimizer's groups.
 
-    ``ties`` are those of all copies of the model; ``zero`` says what of it ``replicas`` hold in parts,
-    and ``uncut`` that each parameter is in one of them; ``types`` are what each layer computes in.  ``before`` is what
-    this rank held in another layout: modules that are still here are taken on, with their vectors where they can stay.
+    ``ties`` are those of all copies of the model; ``zero`` says what of it replicas hold in parts, ``ways`` how they
+    exchange it, and ``uncut`` that each parameter is in one of them; ``types`` are what each layer computes in.
+    ``before`` is what this rank held in another layout: modules that are still here are taken on, with their vectors
+    where they can stay.
 
     Raises ``ModelError`` when tied layers do not fit each other.
     """
-    how = (id(replicas), zero, uncut, reference_numerics, compiler)
+    how = (id(ways), zero, uncut, reference_numerics, compiler)
     places = sorted(held)
     stays = before.staying(places, ties, types, how)
     modules = _modules(module, places, stays, random, types, before)
     real = {place: built for place, built in modules.items() if built is not None}
     group_of_name, groups, trainable = _agree_on_groups(real, ties, param_groups, pipeline)
-    parts = len(replicas.ranks) if zero else 1
+    parts = len(ways.parameters.ranks) if zero else 1
     flats = {
         place: before.built.flats[place]
         if place in stays
@@ -176,7 +178,7 @@ def build_layers(
     shards = {
         place: before.built.shards[place]
         if place in stays
-        else tuple(Shard(v, replicas, zero, master=types[place.layer] is not None) for v in flat.vectors)
+        else _shards(flat, ways, zero, master=types[place.layer] is not None)
         for place, flat in flats.items()
     }
     scratch = Scratch()
@@ -192,6 +194,22 @@ def build_layers(
             layers[place] = _layer(module, place.layer, built, flat, binding, random, types)
         layers[place].recompute = place.layer in recompute
     return BuiltLayers(layers, flats, shards, groups, trainable, uncut, how)
+
+
+def _shards(flat: FlatLayer, ways: Ways, zero: int, *, master: bool) -> tuple[Shard, ...]:
+    """This rank's parts of a layer's vectors."""
+    return tuple(
+        Shard(
+            vector,
+            ways,
+            zero,
+            master=master,
+            compressor=ways.compressor(
+                vector.gradients, [(slot.offset, slot.shape) for slot in flat.slots if slot.vector == number]
+            ),
+        )
+        for number, vector in enumerate(flat.vectors)
+    )
 
 
 def _layer(

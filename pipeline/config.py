@@ -53,6 +53,14 @@ class PipelineConfig(BaseModel):
     """What data-parallel ranks hold in parts instead of whole: nothing (0), optimizer state (1), gradients as well (2),
     parameters as well (3)."""
 
+    mesh_inside: Literal["auto", "pipe", "data"] = "auto"
+    """Which ranks lie side by side, on one node as far as they fit there: those of a pipeline, those that hold the same
+    stages (data), or auto, which on several nodes takes those that send each other more, by the profile if one is
+    given."""
+
+    ranks_per_node: int | None = Field(None, ge=1)
+    """Ranks on each node; without it as many as the launcher has started there."""
+
     optimizer_view: Literal["vectors", "parameters"] = "vectors"
     """What the optimizer is handed: vectors of many parameters, which is all that an element-wise one needs, or single
     parameters in their own shapes, each whole on one data-parallel rank, for those that work on matrices."""
@@ -64,6 +72,30 @@ class PipelineConfig(BaseModel):
     zero_whole_layers: int = Field(2, ge=1)
     """Layers of a stage whose parameters ZeRO 3 has whole at once: those in use and those fetched ahead. A stage of no
     more layers stays whole from pass to pass as long as its rank runs no other."""
+
+    # How replicas exchange
+    comm_gradients: Literal["auto", "flat", "hierarchical"] = "auto"
+    """How ranks that hold the same stages sum gradients: all of them at once (flat), inside of each node, then between
+    nodes on parts, and inside again (hierarchical), or the way that is measured to be faster for the size at hand."""
+
+    comm_parameters: Literal["auto", "flat", "hierarchical"] = "auto"
+    """The same, for gathering parameters."""
+
+    comm_states: Literal["auto", "flat", "hierarchical"] = "auto"
+    """The same, for running statistics and other buffers of layers."""
+
+    comm_compress: Literal["none", "bf16", "powersgd", "topk"] = "none"
+    """What gradients are summed as, over slow links and with ZeRO 0 or 1: as they are, in bf16, as products of thin
+    matrices, or their largest elements alone. Weights then differ from those of an exact sum."""
+
+    comm_rank: int = Field(8, ge=1)
+    """Columns of the thin matrices of powersgd."""
+
+    comm_share: float = Field(0.05, gt=0, le=1)
+    """Share of the elements that topk sends."""
+
+    comm_error_feedback: bool = True
+    """Add what compression has left out of one step to the gradients of the next. It takes the memory of gradients."""
 
     # What runs where
     partition: PartitionSetting = "profile"
@@ -210,6 +242,8 @@ class PipelineConfig(BaseModel):
                 'recompute = "auto" chooses layers so that each rank keeps within memory_limit: set both or neither, '
                 'as in memory_limit = "8GiB"'
             )
+        if self.comm_compress != "none":
+            self._allow_compression()
         if self.save_to is None and (self.save_every != "never" or self.resume):
             name = "resume" if self.resume else "save_every"
             raise ConfigError(f"{name} needs a folder of checkpoints: set save_to, as in save_to = \"checkpoints\"")
@@ -217,6 +251,19 @@ class PipelineConfig(BaseModel):
             name = "nonfinite_loss" if self.nonfinite_loss == "rollback" else "loss_spike"
             raise ConfigError(f'{name} = "rollback" goes back to a checkpoint: set save_to and save_every')
         return self
+
+    def _allow_compression(self) -> None:
+        if self.zero > 1:
+            raise ConfigError(
+                f"comm_compress = {self.comm_compress!r} works on whole gradients, of which ZeRO {self.zero} keeps "
+                "parts only; set zero to 0 or 1, or comm_compress to none"
+            )
+        if self.loss_scale == "dynamic" and any(kind == "fp16" for _, kind in self.precision):
+            raise ConfigError(
+                f"comm_compress = {self.comm_compress!r} carries what it leaves out from step to step, which a dynamic "
+                "loss scale would change in between; set loss_scale to a number, precision to bf16, or comm_compress "
+                "to none"
+            )
 
     @classmethod
     def load(cls, source: Source | PipelineConfig = None, arguments: Arguments = ()) -> PipelineConfig:

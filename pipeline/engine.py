@@ -15,18 +15,19 @@ from pipeline.agreement import Call, Closing, Wishes
 from pipeline.balance import Balancer
 from pipeline.batch import Item
 from pipeline.build import ParamGroups
+from pipeline.comm.ways import ways_of
 from pipeline.config import PipelineConfig
 from pipeline.entries import hold
 from pipeline.errors import CheckpointError, NotPlanned, TrainingStopped, TrainingWarning
 from pipeline.gradients.health import GradientHealth
 from pipeline.guard import LossGuard
 from pipeline.layer import RandomSource
-from pipeline.mesh import Mesh, make_mesh
+from pipeline.mesh import Mesh
 from pipeline.migrate import Moved, move
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on
 from pipeline.planned import Planned
-from pipeline.planning import changed, choose_plan, next_plan
+from pipeline.planning import changed, choose_plan, mesh_for, next_plan
 from pipeline.precision.loss_scale import scaling_of
 from pipeline.precision.types import types_of
 from pipeline.runner import Runner
@@ -235,14 +236,15 @@ class Engine(Planned):
         """
         config = changed(self.config, changes)
         agree_on({f"setting {name}": repr(value) for name, value in changes.items()}, self.mesh.world)
-        mesh = make_mesh(config.data_parallel, device=config.device, link=config.link, timeout=config.timeout)
+        mesh = mesh_for(config, self.profile)
         return self._adopt(config, mesh, next_plan(config, self.module, mesh, self._random, self.profile))
 
     def _adopt(self, config: PipelineConfig, mesh: Mesh, plan: Plan) -> Moved:
         """Go on by another Plan.  Collective."""
         old = self._planned()
         holding = hold(old)
-        new = Runner(plan, self.module, config, mesh, self._random, *self._make, before=old)
+        ways = ways_of(config, mesh, old.ways)
+        new = Runner(plan, self.module, config, mesh, ways, self._random, *self._make, before=old)
         moved = move(holding, old, new, self.module, mesh)
         self.config, self.mesh = config, mesh
         self._keeper.follow(config, mesh)
@@ -279,7 +281,8 @@ class Engine(Planned):
         plan, self.profile = choose_plan(
             self.config, self.module, self.mesh, self.schedule, self._random, item=item, profile=self.profile
         )
-        runner = Runner(plan, self.module, self.config, self.mesh, self._random, *self._make)
+        ways = ways_of(self.config, self.mesh)
+        runner = Runner(plan, self.module, self.config, self.mesh, ways, self._random, *self._make)
         self._run_steps.learn_varying(runner)
         self._install(runner)
 

@@ -31,4 +31,4 @@ def explain_hang(error: LinkError, mesh: Mesh, rows: Sequence[Sequence[Instructi
     """Add to an error of the link what every rank was doing; ``rows`` are those of the Program, where one runs."""
     if isinstance(error, RankDied):
         time.sleep(_DYING)
-    error.add_note(hang_report(mesh.board, rows or [()] * mesh.pipe))
+    error.add_note(hang_report(mesh.board, rows or [()] * mesh.pipe, mesh.rows()))

@@ -20,8 +20,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Held(NamedTuple):
-    """Bytes of one rank between two steps, a storage that serves several tensors counted once; the optimizer's are its
-    state, and weights in fp32 beside those of 16 bits."""
+    """Bytes of one rank between two steps, a storage that serves several tensors counted once; gradients with what
+    their compression has left out; the optimizer's are its state, and weights in fp32 beside those of 16 bits."""
 
     parameters: float
     gradients: float
@@ -71,11 +71,12 @@ def held_by(built: BuiltLayers, optimizer: Optimizer | None) -> Held:
     """What this rank holds now."""
     shards = [shard for shards in built.shards.values() for shard in shards]
     modules = [layer.module for layer in built.layers.values() if layer.module is not None]
+    rests = [s.compressor.rest for s in shards if s.compressor is not None and s.compressor.rest is not None]
     masters = [shard.trained for shard in shards if shard.trained is not shard.parameters]
     state = [] if optimizer is None else [v for values in optimizer.state.values() for v in values.values()]
     return Held(
         _bytes(tensor for shard in shards for tensor in (shard.parameters, shard.vector.parameters)),
-        _bytes(tensor for shard in shards for tensor in (shard.gradients, shard.vector.gradients)),
+        _bytes([*(tensor for shard in shards for tensor in (shard.gradients, shard.vector.gradients)), *rests]),
         _bytes([*(value for value in state if isinstance(value, Tensor)), *masters]),
         _bytes(buffer for module in modules for buffer in module.buffers()),
     )

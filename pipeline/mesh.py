@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -14,25 +15,41 @@ from pipeline.links import distributed, local
 from pipeline.links.protocol import Group, Link, Transport
 from pipeline.watch import Board
 
-__all__ = ["DEFAULT_TIMEOUT", "Mesh", "make_mesh"]
+__all__ = ["DEFAULT_TIMEOUT", "Inside", "Mesh", "Traffic", "make_mesh"]
 
 DEFAULT_TIMEOUT = 300.0
+
+Inside = Literal["pipe", "data"]
+"""Which ranks lie side by side: those of a pipeline, or those that hold the same stages."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank sends in a step along both axes."""
+
+    pipe: float
+    data: float
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """One rank's place among all ranks, and its ways to the others.
 
-    ``data`` pipelines of ``pipe`` ranks each; with 2 × 4, ranks 0 to 3 are the first pipeline:
+    ``data`` pipelines of ``pipe`` ranks each; 2 × 4 ranks, with the pipeline ``inside`` or the replicas:
 
-        data_rank 0    0  1  2  3      a row is a ``pipeline``,
-        data_rank 1    4  5  6  7      a column are ``replicas``: they hold the same stages
+        data_rank 0    0  1  2  3      0  2  4  6      a row is a ``pipeline``,
+        data_rank 1    4  5  6  7      1  3  5  7      a column are ``replicas``: they hold the same stages
+
+    ``nodes`` has the number of the node that each rank is on; ranks side by side are on the same one, or the next.
     """
 
     rank: int
     size: int
     data: int
     pipe: int
+    inside: Inside
+    reason: str
+    """Why that is inside, where it was to be chosen."""
+    nodes: tuple[int, ...]
     world: Group
     pipeline: Group
     replicas: Group
@@ -42,24 +59,50 @@ class Mesh:
     random_lock: Lock | None
     aside: Callable[[], Group]
     """The world as another group, for a thread beside the one that trains.  The first call is collective."""
+    split: Callable[[Sequence[Sequence[int]], str], Group]
+    """The part of the world that this rank is in, as a group for one use.  Collective over all ranks."""
 
     @property
     def data_rank(self) -> int:
-        return self.rank // self.pipe
+        return self.coordinates(self.rank)[0]
 
     @property
     def pipe_rank(self) -> int:
-        return self.rank % self.pipe
+        return self.coordinates(self.rank)[1]
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """The pipeline that a rank is in, and its place there."""
+        return divmod(rank, self.pipe) if self.inside == "pipe" else divmod(rank, self.data)[::-1]
 
     def world_rank(self, data_rank: int, pipe_rank: int) -> int:
         """The rank at these coordinates."""
-        return data_rank * self.pipe + pipe_rank
+        return data_rank * self.pipe + pipe_rank if self.inside == "pipe" else pipe_rank * self.data + data_rank
+
+    def rows(self) -> list[list[int]]:
+        """The ranks of each pipeline, in the order of its places."""
+        return [[self.world_rank(data, pipe) for pipe in range(self.pipe)] for data in range(self.data)]
+
+    def columns(self) -> list[list[int]]:
+        """The ranks that hold the same stages, for each place in a pipeline."""
+        return [list(column) for column in zip(*self.rows(), strict=True)]
 
 
 def make_mesh(
-    data_parallel: int = 1, *, device: str = "auto", link: str = "auto", timeout: float = DEFAULT_TIMEOUT
+    data_parallel: int = 1,
+    *,
+    inside: Inside | Literal["auto"] = "pipe",
+    traffic: Callable[[int], Traffic] | None = None,
+    ranks_per_node: int | None = None,
+    device: str = "auto",
+    link: str = "auto",
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> Mesh:
     """Arrange the ranks there are in ``data_parallel`` pipelines.  Collective over all of them.
+
+    ``inside``: whether the ranks of a pipeline lie side by side, on one node as far as they fit there, or those that
+    hold the same stages; with ``auto`` those that send each other more, by the ``traffic`` of a pipeline of so many
+    ranks if it is known.
+    ``ranks_per_node`` is what torchrun says unless given; threads are all on one node.
 
     Inside of ``run_local`` the ranks are its threads.  Else, when torchrun has started this process or a
     process group exists, they are processes; the group is made here, and unmade at exit, if there is none.
@@ -78,17 +121,28 @@ def make_mesh(
     threads = local.current()
     if threads is not None:
         transport, place = threads, thread_device(device, threads.link.rank)
+        node = 0
     elif distributed.available():
         transport = processes = distributed.connect(device, link, timeout)
-        place = processes.device
+        place, node = processes.device, distributed.node_of(processes.link.rank)
     else:
-        transport, place = local.single(), thread_device(device, 0)
-    return _arrange(transport, place, data_parallel)
+        transport, place, node = local.single(), thread_device(device, 0), 0
+    if ranks_per_node is not None:
+        node = transport.link.rank // ranks_per_node
+    return _arrange(transport, place, data_parallel, inside, traffic, node)
 
 
-def _arrange(transport: Transport, device: torch.device, data: int) -> Mesh:
+def _arrange(
+    transport: Transport,
+    device: torch.device,
+    data: int,
+    wanted: Inside | Literal["auto"],
+    traffic: Callable[[int], Traffic] | None,
+    node: int,
+) -> Mesh:
     rank, size = transport.link.rank, transport.link.ranks
-    given = transport.world.all_gather_object(data)
+    told = transport.world.all_gather_object((data, node))
+    given, nodes = [number for number, _ in told], tuple(place for _, place in told)
     other = next((r for r, number in enumerate(given) if number != given[0]), None)
     if other is not None:  # before groups are made, for which ranks that divide otherwise would wait for ever
         raise PlanMismatch(
@@ -98,13 +152,18 @@ def _arrange(transport: Transport, device: torch.device, data: int) -> Mesh:
     if size % data:
         raise WorldSizeError(_misfit(size, data))
     pipe = size // data
-    pipelines = [range(first, first + pipe) for first in range(0, size, pipe)]
-    replicas = [range(first, size, pipe) for first in range(pipe)]
+    inside, reason = _inside(wanted, data, pipe, nodes, None if traffic is None else traffic(pipe))
+    pipelines, replicas = _neighbours(size, pipe), _strided(size, pipe)
+    if inside == "data":
+        pipelines, replicas = _strided(size, data), _neighbours(size, data)
     return Mesh(
         rank=rank,
         size=size,
         data=data,
         pipe=pipe,
+        inside=inside,
+        reason=reason,
+        nodes=nodes,
         world=transport.world,
         pipeline=transport.split(pipelines),
         replicas=transport.split(replicas),
@@ -113,6 +172,36 @@ def _arrange(transport: Transport, device: torch.device, data: int) -> Mesh:
         board=transport.board,
         random_lock=transport.random_lock,
         aside=transport.aside,
+        split=transport.split,
+    )
+
+
+def _neighbours(size: int, length: int) -> list[range]:
+    return [range(first, first + length) for first in range(0, size, length)]
+
+
+def _strided(size: int, step: int) -> list[range]:
+    return [range(first, size, step) for first in range(step)]
+
+
+def _inside(
+    wanted: Inside | Literal["auto"], data: int, pipe: int, nodes: Sequence[int], traffic: Traffic | None
+) -> tuple[Inside, str]:
+    """What lies side by side, and why."""
+    if wanted != "auto":
+        return wanted, ""
+    if data == 1 or pipe == 1 or len(set(nodes)) == 1:
+        return "pipe", ""
+    if traffic is None:
+        return "data", (
+            "mesh: ranks that hold the same stages lie side by side, since gradients and parameters usually are more "
+            "than activations; a saved profile would tell"
+        )
+    inside: Inside = "data" if traffic.data > traffic.pipe else "pipe"
+    who = "ranks that hold the same stages" if inside == "data" else "ranks of a pipeline"
+    return inside, (
+        f"mesh: {who} lie side by side, since a rank sends {traffic.data / 2**20:,.1f} MiB of gradients and parameters "
+        f"a step and {traffic.pipe / 2**20:,.1f} MiB of activations"
     )
 
 

@@ -44,7 +44,7 @@ class Planned:
         self.mesh = mesh
         self.balancer: Balancer | None = None
         """What moves layers while training runs; its ``notes`` say what it saw, did and expects."""
-        self.profile = profile or (Profile.load(config.profile) if config.profile else None)
+        self.profile = profile
         self._make = make
         self._runner: Runner | None = None
         self._run_steps = Steps(module, config.seed)
@@ -74,6 +74,12 @@ class Planned:
     def lr_scheduler(self) -> Any:
         """What ``lr_scheduler`` made of the optimizer, None without one."""
         return self._updater().scheduler
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Why ranks are arranged as they are, and exchange what they share in the way they do, where that was chosen
+        by what was measured or is known."""
+        return (*((self.mesh.reason,) if self.mesh.reason else ()), *self._planned().ways.reasons)
 
     # -- state -----------------------------------------------------------------------------------------------
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from partition import Partition, Profile, StateBytes, make_partition
@@ -13,7 +14,7 @@ from pipeline.batch import Item
 from pipeline.config import PipelineConfig
 from pipeline.errors import ConfigError
 from pipeline.layer import RandomSource
-from pipeline.mesh import Mesh
+from pipeline.mesh import Mesh, Traffic, make_mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, plan_for
 from pipeline.precision.types import types_of
@@ -22,7 +23,36 @@ from pipeline.timed import timed
 from pipeline.watch import At
 from schedules import Schedule, facts
 
-__all__ = ["changed", "choose_plan", "next_plan", "planned_costs"]
+__all__ = ["changed", "choose_plan", "mesh_for", "next_plan", "planned_costs"]
+
+
+def mesh_for(config: PipelineConfig, profile: Profile | None) -> Mesh:
+    """The ranks arranged as the settings say.  Collective over all of them."""
+    return make_mesh(
+        config.data_parallel,
+        inside=config.mesh_inside,
+        traffic=None if profile is None else _traffic(config, profile),
+        ranks_per_node=config.ranks_per_node,
+        device=config.device,
+        link=config.link,
+        timeout=config.timeout,
+    )
+
+
+def _traffic(config: PipelineConfig, profile: Profile) -> Callable[[int], Traffic]:
+    """What a rank sends in a step, by the number of ranks in a pipeline."""
+    copies, stages = config.data_parallel, config.stages_per_rank or 1
+    boundary = fmean(layer.output_bytes for layer in profile.layers)
+    parameters = sum(layer.parameter_bytes for layer in profile.layers)
+
+    def of(pipe: int) -> Traffic:
+        # A boundary is sent once forward, and as much backward; gradients are reduced and parameters gathered, or sums
+        # are, which is the same.
+        return Traffic(
+            2 * config.micro_batches * stages * boundary, 2 * parameters / pipe * (copies - 1) / copies
+        )
+
+    return of
 
 
 def choose_plan(

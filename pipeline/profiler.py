@@ -80,7 +80,7 @@ def profile_layers(
         hop=hop,
         device=str(mesh.device.type),
         threads=threads,
-        speeds=slowest_copies(speeds, mesh.pipe),
+        speeds=slowest_copies(speeds, mesh.columns()),
     )
 
 

@@ -55,6 +55,7 @@ def live(
     console = console or Console(highlight=False)
     every = _EVERY if steps is None else max(1, steps // _LINES)
     marks: deque[_Mark] = deque(maxlen=WINDOW + 1)
+    told = False
     waiting: Tensor | None = None  # the loss of the last step, while it has not been shown
     shown = 0.0
     with _bar(console) as bar:
@@ -67,7 +68,11 @@ def live(
                 console.print(f"step {_of(engine.steps, steps)}  {figures}")
 
         def report(loss: Tensor) -> None:
-            nonlocal waiting, shown
+            nonlocal waiting, shown, told
+            if not told:  # before the first step nothing need have been chosen
+                told = True
+                for choice in engine.choices:
+                    console.print(choice)
             now = time.perf_counter()
             marks.append(_Mark(now, engine.stats.bubble if engine.stats else 0.0))
             due = now - shown >= _REFRESH if console.is_terminal else engine.steps % every == 0

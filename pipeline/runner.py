@@ -13,6 +13,7 @@ from pipeline.agreement import Closing, Report, Wishes, close
 from pipeline.before import Before
 from pipeline.buffers import Snapshot, share_with_twins
 from pipeline.build import NO_LAYERS, ParamGroups, build_layers
+from pipeline.comm.ways import Ways
 from pipeline.config import PipelineConfig
 from pipeline.errors import FormVaried, GradientError, LinkError, LossError, ModelError
 from pipeline.executor import Executor
@@ -48,6 +49,7 @@ class Runner:
         module: PipelineModule,
         config: PipelineConfig,
         mesh: Mesh,
+        ways: Ways,
         random: RandomSource,
         make_optimizer: MakeOptimizer | None,
         make_scheduler: MakeScheduler | None,
@@ -57,6 +59,7 @@ class Runner:
         self.plan = plan
         self.schedule = plan.build_schedule()
         self.mesh = mesh
+        self.ways = ways
         self._config = config
         self.zero = plan.zero
         own = self.schedule.stages_of_rank(mesh.pipe_rank)
@@ -69,7 +72,7 @@ class Runner:
             self.all_ties,
             random,
             mesh.pipeline,
-            mesh.replicas,
+            ways,
             zero=self.zero,
             uncut=config.optimizer_view == "parameters",
             types=types,
@@ -241,6 +244,9 @@ class Runner:
     def undo(self) -> None:
         """Make gradients and buffers what they were before the last training step, which has not updated anything."""
         self.zero_gradients()
+        for shards in self.built.shards.values():
+            for shard in shards:
+                shard.forget_step()
         for snapshot in self._before:
             snapshot.put_back()
 
@@ -249,7 +255,7 @@ class Runner:
         like, once a step: evaluation, state and checkpoints then do not depend on which copy is asked."""
         if self.mesh.data > 1:
             for layer in self.built.layers.values():
-                layer.buffers.share(self.mesh.replicas)
+                layer.buffers.share(self.ways.states)
         if max(self.schedule.copy_of_stage):
             buffers = {held: layer.buffers for held, layer in self.built.layers.items()}
             share_with_twins(buffers, self._rank_of_layer, self.mesh.link)

@@ -27,10 +27,10 @@ def rank_speeds(seconds: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(found)
 
 
-def slowest_copies(speeds: Sequence[float], pipe: int) -> tuple[float, ...]:
+def slowest_copies(speeds: Sequence[float], columns: Sequence[Sequence[int]]) -> tuple[float, ...]:
     """The speed of each rank of a pipeline, from those of all ranks: that of its slowest data-parallel copy, which the
-    others wait for.  Empty where all are equally fast."""
-    found = tuple(min(speeds[rank::pipe]) for rank in range(pipe))
+    others wait for; ``columns`` are the ranks at each place.  Empty where all are equally fast."""
+    found = tuple(min(speeds[rank] for rank in column) for column in columns)
     return found if set(found) != {1.0} else ()
 
 

@@ -19,8 +19,8 @@ from pipeline.device import set_threads
 from pipeline.engine import Engine
 from pipeline.errors import ConfigError, ModelError, TrainingWarning
 from pipeline.gradients.allocator import keep_freed_memory
-from pipeline.mesh import make_mesh
 from pipeline.module import PipelineModule
+from pipeline.planning import mesh_for
 from pipeline.setting_types import did_you_mean
 from pipeline.update import MakeOptimizer, MakeScheduler
 
@@ -72,10 +72,12 @@ def initialize(
         )
     settings = PipelineConfig.load(config)
     _settle(settings)
+    if profile is None and settings.profile is not None:
+        profile = Profile.load(settings.profile)
     engine = Engine(
         module,
         settings,
-        make_mesh(settings.data_parallel, device=settings.device, link=settings.link, timeout=settings.timeout),
+        mesh_for(settings, profile),
         optimizer,
         lr_scheduler,
         param_groups,

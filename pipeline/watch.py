@@ -141,7 +141,9 @@ class _Wait(NamedTuple):
 _Needs = Mapping[tuple[int, int], Sequence[_Need]]  # by rank of the pipeline and index in its row
 
 
-def hang_report(board: Board, rows: Sequence[Sequence[Instruction]]) -> str:
+def hang_report(
+    board: Board, rows: Sequence[Sequence[Instruction]], pipelines: Sequence[Sequence[int]] | None = None
+) -> str:
     """A line for each rank: what it does or waits for, and since when; then cycles and who holds up whom.
 
         rank 0 waits in RECV_B 0B0 for rank 1, which waits too
@@ -149,14 +151,18 @@ def hang_report(board: Board, rows: Sequence[Sequence[Instruction]]) -> str:
         rank 2 is in 2F0 since 61 s
         rank 2 holds up ranks 0, 1
 
-    ``rows`` are those of the Program, one for each rank of a pipeline; ranks of the world beyond that are
-    further pipelines of the same Program.  A rank waits when the Program says that its instruction needs a
-    message, and that the other side has not come to its part of it: nothing is noted about waits at run time.
+    ``rows`` are those of the Program, one for each rank of a pipeline, and ``pipelines`` are the ranks of the world in
+    each of them; without these, so many ranks after each other.  A rank waits when the Program says that its
+    instruction needs a message, and that the other side has not come to its part of it: nothing is noted about waits
+    at run time.
     """
     states = [board.state(rank) for rank in range(board.ranks)]
     needs = _needs(rows)
-    waits = {rank: wait for rank in range(board.ranks) if (wait := _wait(rank, states, needs, len(rows)))}
-    activities = [_activity(state, rows[rank % len(rows)]) for rank, state in enumerate(states)]
+    if pipelines is None:
+        pipelines = [range(first, first + len(rows)) for first in range(0, board.ranks, len(rows))]
+    places = {rank: (place, pipeline) for pipeline in pipelines for place, rank in enumerate(pipeline)}
+    waits = {rank: wait for rank in range(board.ranks) if (wait := _wait(rank, states, needs, *places[rank]))}
+    activities = [_activity(state, rows[places[rank][0]]) for rank, state in enumerate(states)]
     lines = []
     for rank, activity in enumerate(activities):
         wait = waits.get(rank)
@@ -199,13 +205,13 @@ def _needs(rows: Sequence[Sequence[Instruction]]) -> _Needs:
     return needs
 
 
-def _wait(rank: int, states: Sequence[State], needs: _Needs, pipe: int) -> _Wait | None:
-    """What keeps a rank, if anything does; the pipeline axis is the inner one."""
+def _wait(rank: int, states: Sequence[State], needs: _Needs, place: int, pipeline: Sequence[int]) -> _Wait | None:
+    """What keeps a rank at this place of its pipeline, if anything does."""
     state = states[rank]
     if state.process == 0:
         return None
-    for need in needs.get((rank % pipe, state.code), ()):
-        peer = rank - rank % pipe + need.peer
+    for need in needs.get((place, state.code), ()):
+        peer = pipeline[need.peer]
         if states[peer].process != 0 and _progress(states[peer], state.step) <= need.beyond:
             return _Wait(need.text, (peer,))
     if state.code not in (At.OPENING, At.CLOSING):

@@ -29,7 +29,7 @@ from pipeline.watch import BYTES_PER_RANK, At, Board
 if TYPE_CHECKING:
     from pipeline.mesh import Mesh
 
-__all__ = ["DistributedTransport", "available", "connect", "device_mesh"]
+__all__ = ["DistributedTransport", "available", "connect", "device_mesh", "node_of"]
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -68,6 +68,13 @@ def connect(device: str, link: str, timeout: float) -> DistributedTransport:
     return transport
 
 
+def node_of(rank: int) -> int:
+    """The number of the node that this process is on, as its launcher says; 0 where that says nothing."""
+    if "GROUP_RANK" in os.environ:
+        return int(os.environ["GROUP_RANK"])
+    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
 def _kind_of_link(wanted: str) -> str:
     """shm or gloo."""
     if wanted not in ("auto", "shm", "gloo"):
@@ -80,7 +87,9 @@ def _kind_of_link(wanted: str) -> str:
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
     """torch's own view of the mesh, with groups of its own, for libraries that ask for one.  Collective."""
-    return init_device_mesh(mesh.device.type, (mesh.data, mesh.pipe), mesh_dim_names=("data", "pipe"))
+    if mesh.inside == "pipe":
+        return init_device_mesh(mesh.device.type, (mesh.data, mesh.pipe), mesh_dim_names=("data", "pipe"))
+    return init_device_mesh(mesh.device.type, (mesh.pipe, mesh.data), mesh_dim_names=("pipe", "data"))
 
 
 def _initialize(wanted: str, timeout: float) -> tuple[torch.device, bool]:
@@ -154,7 +163,7 @@ class DistributedTransport:
         everyone = tuple(range(ranks))
         world = default if fresh else self._new_group(everyone)
         self.world = self._group(world, everyone)
-        self._groups: dict[tuple[tuple[int, ...], ...], Group] = {(everyone,): self.world}
+        self._groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Group] = {("", (everyone,)): self.world}
         self._aside: DistributedGroup | None = None
         tagged = TaggedLink(world, rank, ranks, timeout)
         self.board = Board(shared_bytes(self.world, BYTES_PER_RANK * ranks), rank)
@@ -172,11 +181,11 @@ class DistributedTransport:
         seen = tuple(rank for rank in self.world.ranks if self.board.state(rank).process)
         return sorted(set(self.world.all_gather_object(seen)))
 
-    def split(self, parts: Sequence[Sequence[int]]) -> Group:
-        key = tuple(tuple(part) for part in parts)
+    def split(self, parts: Sequence[Sequence[int]], use: str = "") -> Group:
+        key = use, tuple(tuple(part) for part in parts)
         if key not in self._groups:  # on every rank alike, as all have split alike
-            own = own_part(key, self.link.rank)
-            made = {part: self._new_group(part) for part in key if len(part) > 1}
+            own = own_part(key[1], self.link.rank)
+            made = {part: self._new_group(part) for part in key[1] if len(part) > 1}
             self._groups[key] = self._group(made[own], own) if own in made else alone(own)
         return self._groups[key]
 

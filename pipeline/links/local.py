@@ -147,17 +147,17 @@ class LocalTransport:
 
     def __init__(self, world: World, rank: int) -> None:
         self._world = world
-        self._groups: dict[tuple[int, ...], LocalGroup] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], LocalGroup] = {}
         self.link = LocalLink(world, rank)
         self.world = self.split([range(world.ranks)])
         self.board = Board(world.board_memory, rank)
         self.random_lock: Lock | None = world.random_lock if world.ranks > 1 else None
 
-    def split(self, parts: Sequence[Sequence[int]]) -> LocalGroup:
-        own = own_part(parts, self.link.rank)
-        if own not in self._groups:
-            self._groups[own] = LocalGroup(self._world, own, self.link.rank)
-        return self._groups[own]
+    def split(self, parts: Sequence[Sequence[int]], use: str = "") -> LocalGroup:
+        key = use, own_part(parts, self.link.rank)
+        if key not in self._groups:
+            self._groups[key] = LocalGroup(self._world, key[1], self.link.rank, use)
+        return self._groups[key]
 
     def aside(self) -> LocalGroup:
         return self.world  # what threads do beside training, one of them does for all

@@ -76,14 +76,14 @@ class LocalGroup:
 
     __slots__ = ("_meeting", "_round", "_world", "_world_rank", "rank", "ranks")
 
-    def __init__(self, world: World, ranks: tuple[int, ...], world_rank: int) -> None:
+    def __init__(self, world: World, ranks: tuple[int, ...], world_rank: int, use: str = "") -> None:
         self.ranks = ranks
         self.rank = ranks.index(world_rank)
         self._world = world
         self._world_rank = world_rank
         self._round = 0
         with world.lock:
-            self._meeting: _Meeting = world.shared.setdefault(("group", ranks), _Meeting())
+            self._meeting: _Meeting = world.shared.setdefault(("group", use, ranks), _Meeting())
 
     def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Ticket:
         return self._meet(f"all_reduce of {_form(tensor)}", tensor, _sum, async_op)[1]

@@ -17,6 +17,7 @@ __all__ = [
     "LANE_B",
     "LANE_CONTROL",
     "LANE_F",
+    "Exchange",
     "Group",
     "Link",
     "Pending",
@@ -74,8 +75,8 @@ class Link(Protocol):
         """Post a contiguous tensor that the peer's next message on this lane will fill."""
 
 
-class Group(Protocol):
-    """Collectives over some ranks; every member calls the same ones in the same order.
+class Exchange(Protocol):
+    """Sums, joins and copies of tensors over some ranks; every member calls the same ones in the same order.
 
     Sums are taken in place and over any element type that the transport can add.  With ``async_op`` a
     collective is only started, and its tensors belong to the group until the wait has returned; else it has
@@ -101,6 +102,10 @@ class Group(Protocol):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite the tensor with that of the member of index ``source``."""
+
+
+class Group(Exchange, Protocol):
+    """All collectives over some ranks, those of objects among them."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The members' tensors, all of one shape and type."""
@@ -132,11 +137,12 @@ class Transport(Protocol):
     def random_lock(self) -> Lock | None:
         """To be held while random numbers are drawn, where ranks share a process and its generator."""
 
-    def split(self, parts: Sequence[Sequence[int]]) -> Group:
+    def split(self, parts: Sequence[Sequence[int]], use: str = "") -> Group:
         """Split the world into parts, and return the group of that part which the caller is in.
 
         Collective over all ranks, with the same parts on each: every rank is in one of them, in ascending
-        order. The same parts give the same group again.
+        order. The same parts give the same group again, unless it is for another use: collectives of two threads
+        must not meet in one group.
         """
 
     def aside(self) -> Group:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipeline.comm.compress import Compressor
+from pipeline.comm.ways import Ways
 from pipeline.gradients.flat import FlatVector
-from pipeline.links.protocol import Group, Pending
+from pipeline.links.protocol import Pending
 
 __all__ = ["Shard"]
 
@@ -21,11 +23,19 @@ class Shard:
     alone goes and comes back: views, what autograd has saved, and versions stay what they are.
     """
 
-    __slots__ = ("_arriving", "_group", "_has_master", "_stays", "_summing", "_total", "_users", "gradients",
-                 "parameters", "start", "stop", "trained", "vector", "whole", "zero")  # fmt: skip
+    __slots__ = ("_arriving", "_has_master", "_stays", "_summing", "_total", "_users", "_ways", "compressor",
+                 "gradients", "parameters", "start", "stop", "trained", "vector", "whole", "zero")  # fmt: skip
 
-    def __init__(self, vector: FlatVector, group: Group, zero: int, *, master: bool = False) -> None:
-        parts, rank = (len(group.ranks), group.rank) if zero else (1, 0)
+    def __init__(
+        self,
+        vector: FlatVector,
+        ways: Ways,
+        zero: int,
+        *,
+        master: bool = False,
+        compressor: Compressor | None = None,
+    ) -> None:
+        parts, rank = (len(ways.parameters.ranks), ways.parameters.rank) if zero else (1, 0)
         length = vector.parameters.numel() // parts
         self.vector = vector
         self.zero = zero
@@ -43,7 +53,9 @@ class Shard:
         self._has_master = master and narrow and not borrowed and vector.gradients.numel() > 0
         self.trained = self.parameters.float() if self._has_master else self.parameters
         self.gradients = vector.gradients[own] if zero < 2 else torch.zeros_like(vector.gradients[own])
-        self._group = group
+        self.compressor = compressor
+        """What sums the gradients instead, where they are compressed."""
+        self._ways = ways
         self._users = 0
         self._arriving: Pending | None = None
         self._summing: Pending | None = None
@@ -62,7 +74,7 @@ class Shard:
             return
         self.whole = True
         _restore(self.vector.parameters)
-        self._arriving = self._group.all_gather_into(self.vector.parameters, self.parameters, async_op=True)
+        self._arriving = self._ways.parameters.all_gather_into(self.vector.parameters, self.parameters, async_op=True)
 
     def ready(self) -> None:
         """Wait until the parameters are whole."""
@@ -113,12 +125,15 @@ class Shard:
         whole = self.vector.gradients
         if not whole.numel():
             return
+        if self.compressor is not None:
+            self._summing = self.compressor.start(whole)
+            return
         if self.zero == 0:
-            self._summing = self._group.all_reduce(whole, async_op=True)
+            self._summing = self._ways.gradients.all_reduce(whole, async_op=True)
             return
         self.open()
         self._total = self.gradients if self.zero == 1 else torch.empty_like(self.gradients)
-        self._summing = self._group.reduce_scatter(self._total, whole, async_op=True)
+        self._summing = self._ways.gradients.reduce_scatter(self._total, whole, async_op=True)
 
     def reduced(self) -> None:
         """Wait until this rank's part of the gradient is the sum; with ZeRO 2 the whole is then no longer there."""
@@ -130,6 +145,11 @@ class Shard:
             self.gradients.add_(self._total)
             _drop(self.vector.gradients)
         self._total = None
+
+    def forget_step(self) -> None:
+        """The step's gradients are not applied."""
+        if self.compressor is not None:
+            self.compressor.forget()
 
     def zero_gradients(self) -> None:
         """Set this rank's part of the gradient to 0, beside the whole one, which ZeRO 2 drops."""

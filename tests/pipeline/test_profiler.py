@@ -39,7 +39,7 @@ def test_ranks_that_take_longer_for_the_same_layers_are_slower(
 
 
 def test_of_several_copies_of_a_stage_the_slowest_counts() -> None:
-    assert slowest_copies((1.0, 1.0, 1.0, 0.5), 2) == (1.0, 0.5)
+    assert slowest_copies((1.0, 1.0, 1.0, 0.5), [(0, 2), (1, 3)]) == (1.0, 0.5)
     assert slowest_copies((1.0, 2.0, 1.0, 1.0), 2) == ()
     assert slowest_copies((1.0, 1.0, 0.5), 3) == (1.0, 1.0, 0.5)
 
