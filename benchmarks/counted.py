@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -19,18 +20,27 @@ class Counted:
     def __init__(self, runner: Runner) -> None:
         self.elements = 0.0
         self._shards = [shard for shards in runner.built.shards.values() for shard in shards]
-        self._group: Any = self._shards[0]._group
+        self._ways = self._shards[0].ways
+        self._group = self._ways.gradients
 
     def __enter__(self) -> Counted:
         for shard in self._shards:
-            shard._group = self
+            shard.ways = replace(self._ways, gradients=self, parameters=self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for shard in self._shards:
-            shard._group = self._group
+            shard.ways = self._ways
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._group.ranks
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
 
     def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Any:
         self._count(2 * tensor.numel())
@@ -43,6 +53,9 @@ class Counted:
     def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Any:
         self._count(output.numel())
         return self._group.all_gather_into(output, input, async_op)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        self._group.broadcast(tensor, source)
 
     def _count(self, elements: int) -> None:
         ranks = len(self._group.ranks)

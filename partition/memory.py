@@ -19,6 +19,9 @@ from schedules.table import KIND, STAGE, B, F, I, W
 Floats = NDArray[np.float64]
 
 
+_GRADIENT = 4.0  # bytes of an element that a layer's backward adds to
+
+
 class StateBytes(NamedTuple):
     """Bytes kept for every parameter beside the parameter itself, and which part of that is kept."""
 
@@ -28,14 +31,36 @@ class StateBytes(NamedTuple):
     """Two moments in fp32, as Adam keeps them; 0 for plain SGD, 4 with momentum."""
     parameter: float = 1.0
     """The part of a parameter that is kept between its uses."""
+    master: float = 0.0
+    """For every parameter of 16 bits, what the optimizer steps on instead: 4 for a copy in fp32."""
+    whole_parameters: int = 0
+    """Layers whose parameters are whole at once while they are used, where only a part is kept."""
+    whole_gradients: int = 0
+    """Layers whose gradients are."""
 
-    def in_parts(self, zero: int, ranks: int) -> StateBytes:
-        """What is left on each of so many data-parallel ranks by this stage of ZeRO; one layer at a time is whole."""
+    def in_parts(self, zero: int, ranks: int, *, whole_layers: int = 2) -> StateBytes:
+        """What is left on each of so many data-parallel ranks by this stage of ZeRO."""
+        if ranks == 1:
+            return self
         return StateBytes(
             self.gradient / (ranks if zero >= 2 else 1),
             self.optimizer / (ranks if zero >= 1 else 1),
             self.parameter / (ranks if zero >= 3 else 1),
+            self.master / (ranks if zero >= 1 else 1),
+            whole_layers if zero >= 3 else 0,
+            1 if zero >= 2 else 0,
         )
+
+    def whole(self, layers: Sequence[LayerCost]) -> float:
+        """The most bytes of these layers that are whole at once beside the parts."""
+        parameters = sorted((layer.parameter_bytes for layer in layers), reverse=True)
+        gradients = sorted((_GRADIENT * layer.parameters for layer in layers), reverse=True)
+        return sum(parameters[: self.whole_parameters]) + sum(gradients[: self.whole_gradients])
+
+    def optimizer_of(self, layer: LayerCost) -> float:
+        """Bytes of a layer's optimizer state, with the weights in fp32 that it steps on."""
+        narrow = layer.parameters > 0 and layer.parameter_bytes <= 2 * layer.parameters
+        return (self.optimizer + (self.master if narrow else 0.0)) * layer.parameters
 
 
 class RankMemory(NamedTuple):
@@ -47,6 +72,8 @@ class RankMemory(NamedTuple):
     buffers: float
     activations: float
     messages: float
+    whole: float = 0.0
+    """Of layers in use, what data-parallel ranks hold in parts otherwise."""
 
     @property
     def total(self) -> float:
@@ -77,10 +104,11 @@ def predict_memory(
             RankMemory(
                 parameters=state.parameter * sum(layer.parameter_bytes for layer in layers),
                 gradients=state.gradient * trained,
-                optimizer=state.optimizer * trained,
+                optimizer=0.0 if schedule.forward_only else sum(map(state.optimizer_of, layers)),
                 buffers=float(sum(layer.buffer_bytes for layer in layers)),
                 activations=activations[rank],
                 messages=messages[rank],
+                whole=state.whole(layers),
             )
         )
     return tuple(found)
@@ -170,19 +198,26 @@ def limits(
     given = np.asarray(cap, dtype=np.float64)
     if given.shape not in ((), (ranks,)):
         raise PartitionError(f"memory_cap is {cap}: give one number of bytes, or one for each of {ranks} ranks")
-    trained = 0.0 if schedule.forward_only else state.gradient + state.optimizer
+    trains = not schedule.forward_only
     fixed = np.array(
-        [state.parameter * layer.parameter_bytes + layer.buffer_bytes + trained * layer.parameters for layer in layers]
+        [
+            state.parameter * layer.parameter_bytes
+            + layer.buffer_bytes
+            + trains * (state.gradient * layer.parameters + state.optimizer_of(layer))
+            for layer in layers
+        ]
     )
     kept = np.array([layer.activation_bytes for layer in layers])
     queued = np.array([layer.weight_grad_bytes for layer in layers])
     memory = np.zeros((schedule.num_layer_groups, len(layers)))
     largest = float(max(layer.output_bytes for layer in layers))
     messages = message_bytes(schedule, [largest] * schedule.num_layer_groups)
-    left = given - messages
+    whole = state.whole(layers)
+    left = given - messages - whole
     if not (left > 0).all():
-        need = max(messages)
-        raise OutOfMemory(f"memory_cap is {cap} bytes, of which messages alone need {need:.0f}; raise memory_cap")
+        need = max(messages) + whole
+        what = "messages and layers that are whole while in use" if whole else "messages"
+        raise OutOfMemory(f"memory_cap is {cap} bytes, of which {what} alone need {need:.0f}; raise memory_cap")
     number = carriers(schedule)
     caps = [np.inf] * (max(number) + 1)
     for stage, group in enumerate(schedule.layer_group_of_stage):

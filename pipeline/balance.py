@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from partition import LayerCost, Moves, Partition, Profile, StateBytes, make_partition
+from partition import LayerCost, Moves, Partition, Profile, make_partition
 from partition.balancer import Alarm, Proposal, Steps, Terms, medians, propose
 from partition.drift import Seconds, first_belief
 from partition.moves import Move
@@ -16,7 +16,7 @@ from pipeline.config import PipelineConfig
 from pipeline.layer_times import LayerTimes
 from pipeline.mesh import Mesh
 from pipeline.plan import Plan
-from pipeline.planning import planned_costs
+from pipeline.planning import planned_costs, state_bytes
 from pipeline.runner import Runner
 from pipeline.timed import timed
 from schedules import facts
@@ -108,7 +108,7 @@ class Balancer:
     def _proposal(
         self, believed: Profile, plan: Plan, config: PipelineConfig, steps: Steps, sizes: Mapping[int, int]
     ) -> tuple[Proposal, Plan]:
-        schedule, state = plan.build_schedule(), StateBytes().in_parts(plan.zero, plan.data)
+        schedule, state = plan.build_schedule(), state_bytes(config, plan)
 
         def cut(profile: Profile) -> Partition:
             limit = config.memory_limit

@@ -26,6 +26,7 @@ COMMANDS = {
     "schedules": Command("pipeline.commands.schedules", "list the schedules that can be chosen by name"),
     "timeline": Command("pipeline.commands.timeline", "draw what a schedule does, and where its bubbles come from"),
     "partition": Command("pipeline.commands.partition", "measure a model's layers, and cut it for every schedule"),
+    "memory": Command("pipeline.commands.memory", "predict what each rank will need of memory, and which needs most"),
     "train": Command("pipeline.commands.train", "train a model by name, alone or on the ranks of torchrun"),
     "export": Command("pipeline.commands.export", "write the model of a checkpoint as a file of safetensors"),
     "compare": Command("pipeline.commands.compare", "draw several schedules on one time axis, and say the difference"),

@@ -54,8 +54,6 @@ class Engine(Planned):
         profile: Profile | None,
     ) -> None:
         super().__init__(module, config, mesh, (make_optimizer, make_scheduler, param_groups), profile)
-        self.steps = 0
-        """Updates applied so far."""
         self.items = 0
         """Items that each data-parallel rank has taken of its iterators to train on."""
         self.stats: StepStats | None = None

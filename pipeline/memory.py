@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partition import Profile, RankMemory, StateBytes, predict_memory
+from partition import RankMemory
 from pipeline.build import BuiltLayers
+from pipeline.growth import ELSEWHERE, kept_by_layer
 from pipeline.links.protocol import Group
-from pipeline.plan import Plan
-from pipeline.update import Updater
 
-__all__ = ["Held", "MemoryReport", "held_by", "memory_report", "predicted_memory"]
+__all__ = ["Held", "MemoryReport", "grown_since", "held_by", "kept_now", "size_text"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -35,64 +34,83 @@ class Held(NamedTuple):
 
 class MemoryReport(NamedTuple):
     """One entry a pipeline rank: what it held when asked, and where there is a profile what was predicted of it, with
-    the most activations and messages of a step."""
+    the most activations and messages of a step, and what ZeRO has whole meanwhile.
+
+    ``grown``: by how many bytes each layer keeps more than at the end of step ``since``, beside parameters and buffers.
+    """
 
     measured: tuple[Held, ...]
     predicted: tuple[RankMemory, ...] | None
+    since: int | None = None
+    grown: Mapping[str, float] = {}
 
     def __str__(self) -> str:
-        """A table, a rank a line; the fullest one is marked."""
+        """A table, a rank a line, of which the fullest is marked; then who keeps more than before."""
         fullest = max(range(len(self.measured)), key=lambda rank: self.measured[rank].total)
         lines = [f"{'rank':6}" + "".join(f"{name:>22}" for name in (*Held._fields, "activations", "total"))]
         for rank, held in enumerate(self.measured):
-            cells = [_size(value) for value in held]
+            cells = [size_text(value) for value in held]
             if self.predicted is not None:
                 said = self.predicted[rank]
-                cells = [f"{cell} ({_size(value)})" for cell, value in zip(cells, said, strict=False)]
-                cells += [f"({_size(said.activations + said.messages)})", f"{_size(held.total)} ({_size(said.total)})"]
+                cells = [f"{cell} ({size_text(value)})" for cell, value in zip(cells, said, strict=False)]
+                cells.append(f"({size_text(said.activations + said.messages + said.whole)})")
+                cells.append(f"{size_text(held.total)} ({size_text(said.total)})")
             else:
-                cells += ["", _size(held.total)]
+                cells += ["", size_text(held.total)]
             mark = " *" if rank == fullest else ""
             lines.append(f"{rank:<6}" + "".join(f"{cell:>22}" for cell in cells) + mark)
-        return "\n".join([*lines, "* the fullest rank" + ("; predicted in brackets" if self.predicted else "")])
-
-
-def memory_report(
-    built: BuiltLayers, update: Updater | None, plan: Plan, costs: Profile | None, pipeline: Group
-) -> MemoryReport:
-    """What every rank of the pipeline holds now, and by the profile should.  Collective over the pipeline's ranks."""
-    mine = held_by(built, None if update is None else update.optimizer)
-    return MemoryReport(
-        tuple(pipeline.all_gather_object(mine)), None if costs is None else predicted_memory(plan, costs)
-    )
+        lines.append("* the fullest rank" + ("; predicted in brackets" if self.predicted else ""))
+        if self.since is not None:
+            grown = [f"{name} keeps {size_text(more)} more" for name, more in self.grown.items()]
+            lines.append(f"since step {self.since}: {'; '.join(grown) or 'nothing has grown'}")
+        return "\n".join(lines)
 
 
 def held_by(built: BuiltLayers, optimizer: Optimizer | None) -> Held:
     """What this rank holds now."""
+    return Held(*(float(sum(sizes.values())) for sizes in _storages(built, optimizer)))
+
+
+def kept_now(built: BuiltLayers, optimizer: Optimizer | None, *, alone: bool) -> dict[str, float]:
+    """Bytes that each layer of this rank keeps beside those, by name; and if it is ``alone`` in its process, what else
+    lives there."""
+    known = {storage for sizes in _storages(built, optimizer) for storage in sizes}
+    return kept_by_layer(built.layers.values(), known, elsewhere=alone)
+
+
+def grown_since(before: Mapping[str, float], now: Mapping[str, float], pipeline: Group) -> dict[str, float]:
+    """What has become more on any rank, the layers first, and the most.  Collective over the pipeline's ranks."""
+    more = {name: size - before.get(name, 0.0) for name, size in now.items()}
+    found: dict[str, float] = {}
+    for others in pipeline.all_gather_object(more):
+        for name, size in others.items():
+            found[name] = max(size, found.get(name, 0.0))
+    grown = [(name, size) for name, size in found.items() if size > 0]
+    return dict(sorted(grown, key=lambda item: (item[0] == ELSEWHERE, -item[1])))
+
+
+def _storages(built: BuiltLayers, optimizer: Optimizer | None) -> tuple[dict[int, int], ...]:
+    """The bytes of each storage, for the fields of ``Held``."""
     shards = [shard for shards in built.shards.values() for shard in shards]
     modules = [layer.module for layer in built.layers.values() if layer.module is not None]
     rests = [s.compressor.rest for s in shards if s.compressor is not None and s.compressor.rest is not None]
     masters = [shard.trained for shard in shards if shard.trained is not shard.parameters]
     state = [] if optimizer is None else [v for values in optimizer.state.values() for v in values.values()]
-    return Held(
-        _bytes(tensor for shard in shards for tensor in (shard.parameters, shard.vector.parameters)),
-        _bytes([*(tensor for shard in shards for tensor in (shard.gradients, shard.vector.gradients)), *rests]),
-        _bytes([*(value for value in state if isinstance(value, Tensor)), *masters]),
-        _bytes(buffer for module in modules for buffer in module.buffers()),
+    return (
+        _sizes(tensor for shard in shards for tensor in (shard.parameters, shard.vector.parameters)),
+        _sizes([*(tensor for shard in shards for tensor in (shard.gradients, shard.vector.gradients)), *rests]),
+        _sizes([*(value for value in state if isinstance(value, Tensor)), *masters]),
+        _sizes(buffer for module in modules for buffer in module.buffers()),
     )
 
 
-def _bytes(tensors: Iterable[Tensor]) -> float:
+def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     storages = (tensor.untyped_storage() for tensor in tensors)
-    return float(sum({storage._cdata: storage.nbytes() for storage in storages}.values()))
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def predicted_memory(plan: Plan, profile: Profile) -> tuple[RankMemory, ...]:
-    """What the profile says of each rank in a training step, with an optimizer that keeps two moments as Adam does."""
-    return predict_memory(profile, plan.partition, plan.build_schedule(), StateBytes().in_parts(plan.zero, plan.data))
-
-
-def _size(value: float) -> str:
+def size_text(value: float) -> str:
+    """A number of bytes with the unit that suits it."""
     unit = 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1

@@ -15,7 +15,7 @@ from pipeline.links import distributed, local
 from pipeline.links.protocol import Group, Link, Transport
 from pipeline.watch import Board
 
-__all__ = ["DEFAULT_TIMEOUT", "Inside", "Mesh", "Traffic", "make_mesh"]
+__all__ = ["DEFAULT_TIMEOUT", "Inside", "Mesh", "Traffic", "make_mesh", "pipe_size"]
 
 DEFAULT_TIMEOUT = 300.0
 
@@ -149,9 +149,7 @@ def _arrange(
             f"ranks do not run the same thing: setting data_parallel: {given[0]} on rank 0, {given[other]} on rank "
             f"{other}; start every rank with the same code and settings"
         )
-    if size % data:
-        raise WorldSizeError(_misfit(size, data))
-    pipe = size // data
+    pipe = pipe_size(size, data)
     inside, reason = _inside(wanted, data, pipe, nodes, None if traffic is None else traffic(pipe))
     pipelines, replicas = _neighbours(size, pipe), _strided(size, pipe)
     if inside == "data":
@@ -203,6 +201,13 @@ def _inside(
         f"mesh: {who} lie side by side, since a rank sends {traffic.data / 2**20:,.1f} MiB of gradients and parameters "
         f"a step and {traffic.pipe / 2**20:,.1f} MiB of activations"
     )
+
+
+def pipe_size(size: int, data: int) -> int:
+    """The ranks of each of ``data`` pipelines.  Raises ``WorldSizeError`` where ``size`` ranks cannot form them."""
+    if size % data:
+        raise WorldSizeError(_misfit(size, data))
+    return size // data
 
 
 def _misfit(size: int, data: int) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,17 @@ from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from schedules import Costs, Schedule, build, facts
 
-__all__ = ["Plan", "agree_on", "environment", "plan_for"]
+__all__ = ["Plan", "Shape", "agree_on", "environment", "plan_for"]
+
+
+class Shape(Protocol):
+    """How many pipelines there are, and ranks in each: those of a Mesh, or ones that are only thought of."""
+
+    @property
+    def data(self) -> int: ...
+
+    @property
+    def pipe(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +78,8 @@ class Plan:
         return _digest(asdict(self))
 
 
-def plan_for(config: PipelineConfig, module: PipelineModule, mesh: Mesh, cuts: tuple[int, ...]) -> Plan:
-    """The Plan that the settings ask for, with these cuts.
+def plan_for(config: PipelineConfig, module: PipelineModule, shape: Shape, cuts: tuple[int, ...]) -> Plan:
+    """The Plan that the settings ask for, with these cuts, on pipelines of this ``shape``.
 
     A schedule that chooses how many stages a rank holds begins with one; where layers are timed it may choose anew.
     """
@@ -77,15 +87,15 @@ def plan_for(config: PipelineConfig, module: PipelineModule, mesh: Mesh, cuts: t
     if stages_per_rank is None and facts(config.schedule).chooses:
         stages_per_rank = 1
     return Plan(
-        data=mesh.data,
-        pipe=mesh.pipe,
+        data=shape.data,
+        pipe=shape.pipe,
         schedule=config.schedule,
         schedule_options=tuple(sorted(config.schedule_options.items())),
         stages_per_rank=stages_per_rank,
         micro_batches=config.micro_batches,
         cuts=cuts,
         recompute=_recomputed(config, len(module)),
-        zero=config.zero if mesh.data > 1 else 0,
+        zero=config.zero if shape.data > 1 else 0,
     )
 
 

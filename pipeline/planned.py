@@ -13,13 +13,13 @@ from partition.errors import FewerLayersThanStages
 from pipeline.balance import Balancer
 from pipeline.build import ParamGroups, check_ready_modules
 from pipeline.config import PipelineConfig
-from pipeline.errors import ConfigError, NotPlanned
+from pipeline.errors import ConfigError, NotPlanned, StateError
 from pipeline.gradients.report import ModelSplit, model_split
-from pipeline.memory import MemoryReport, memory_report
+from pipeline.memory import MemoryReport, grown_since, held_by, kept_now
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, environment, plan_for
-from pipeline.planning import planned_costs
+from pipeline.planning import planned_costs, predicted_memory
 from pipeline.recorder import measured_timeline
 from pipeline.runner import Runner
 from pipeline.state import gather_to_first, load_named, named_state
@@ -45,7 +45,10 @@ class Planned:
         self.balancer: Balancer | None = None
         """What moves layers while training runs; its ``notes`` say what it saw, did and expects."""
         self.profile = profile
+        self.steps = 0
+        """Updates applied so far."""
         self._make = make
+        self._kept: dict[int, dict[str, float]] = {}  # what layers kept after the steps when somebody asked
         self._runner: Runner | None = None
         self._run_steps = Steps(module, config.seed)
         agree_on(environment(config, module, mesh), mesh.world)
@@ -133,14 +136,31 @@ class Planned:
             costs = self.balancer.profile
         return predict_timeline(costs, plan.partition, self.schedule)
 
-    def memory_report(self) -> MemoryReport:
+    def memory_report(self, since: int | None = None) -> MemoryReport:
         """What each rank of the pipeline holds now, in bytes, beside what was predicted where there is a profile.
 
         Collective over a pipeline's ranks; the same on each.  Optimizer state is there after the first step.
+        ``since`` is the number of a step after which this was called before: the report then names the layers that
+        keep more tensors now, beside parameters and buffers.
+
+        Raises ``StateError`` where it was not.
         """
         runner = self._planned()
-        costs = None if self.profile is None else planned_costs(self.config, runner.plan, self.profile)
-        return memory_report(runner.built, runner.update, runner.plan, costs, self.mesh.pipeline)
+        optimizer = None if runner.update is None else runner.update.optimizer
+        now = kept_now(runner.built, optimizer, alone=self.mesh.random_lock is None)
+        before = now if since is None else self._kept.get(since)
+        if before is None:
+            known = ", ".join(map(str, self._kept)) or "none"
+            raise StateError(
+                f"memory_report was not called after step {since}, with which to compare; it was after: {known}"
+            )
+        self._kept[self.steps] = now
+        return MemoryReport(
+            tuple(self.mesh.pipeline.all_gather_object(held_by(runner.built, optimizer))),
+            None if self.profile is None else predicted_memory(self.config, runner.plan, self.profile),
+            since,
+            grown_since(before, now, self.mesh.pipeline),
+        )
 
     def split_report(self) -> ModelSplit:
         """Which weights get their gradient by W, where the schedule has W apart, and which by I, and why.

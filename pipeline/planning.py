@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
-from partition import Partition, Profile, StateBytes, make_partition
+from partition import Partition, Profile, RankMemory, StateBytes, make_partition, predict_memory
 from partition.recompute import choose_cuts_and_recomputed, choose_recomputed, recomputed
 from pipeline.batch import Item
 from pipeline.config import PipelineConfig
@@ -16,14 +16,23 @@ from pipeline.errors import ConfigError
 from pipeline.layer import RandomSource
 from pipeline.mesh import Mesh, Traffic, make_mesh
 from pipeline.module import PipelineModule
-from pipeline.plan import Plan, agree_on, plan_for
+from pipeline.plan import Plan, Shape, agree_on, plan_for
 from pipeline.precision.types import types_of
 from pipeline.profiler import count_parameters, profile_layers
 from pipeline.timed import timed
 from pipeline.watch import At
 from schedules import Schedule, facts
 
-__all__ = ["changed", "choose_plan", "mesh_for", "next_plan", "planned_costs"]
+__all__ = [
+    "changed",
+    "choose_plan",
+    "mesh_for",
+    "next_plan",
+    "plan_by",
+    "planned_costs",
+    "predicted_memory",
+    "state_bytes",
+]
 
 
 def mesh_for(config: PipelineConfig, profile: Profile | None) -> Mesh:
@@ -87,32 +96,62 @@ def choose_plan(
         )
     elif config.partition == "parameters":
         counts = count_parameters(module, random)
+    # Timing a schedule may take a while, so one rank does it for all.
+    first_only = partial(_on_first, mesh)
+    plan = plan_by(config, module, mesh, schedule, profile=profile, counts=counts, search=first_only)
+    agree_on({"plan": plan.digest()}, mesh.world)
+    return plan, profile
+
+
+def plan_by(
+    config: PipelineConfig,
+    module: PipelineModule,
+    shape: Shape,
+    schedule: Schedule,
+    *,
+    profile: Profile | None,
+    counts: Sequence[int] | None = None,
+    search: Callable[[Callable[[], Plan]], Plan] = lambda make: make(),
+) -> Plan:
+    """The Plan for layers of these costs, or of ``counts`` parameters; ``search`` runs what may take a while."""
     types = [module.type_of(index) for index in range(len(module))]
 
     def cut(one: Schedule, costs: Profile | None = profile) -> Partition:
         return make_partition(config.partition, one, profile=costs, types=types, parameters=counts)
 
-    plan = plan_for(config, module, mesh, cuts=())
-    memory = StateBytes().in_parts(plan.zero, plan.data)
-    costs = profile
-    if config.memory_limit is None or profile is None:
+    plan = plan_for(config, module, shape, cuts=())
+    memory = state_bytes(config, plan)
+    costs, limit = profile, config.memory_limit
+    if limit is None or profile is None:
         plan = replace(plan, cuts=cut(schedule).cuts)
     else:
-        limit = config.memory_limit
         partition, layers = choose_cuts_and_recomputed(profile, schedule, partial(cut, schedule), limit, memory)
         plan, costs = replace(plan, cuts=partition.cuts, recompute=layers), recomputed(profile, layers)
     if costs is not None and "costs" in facts(config.schedule).options:
         free = config.stages_per_rank is None and not isinstance(config.partition, tuple)
-        # Timing may take a while, so one rank does it for all.
-        by_costs = partial(cut, costs=costs)
-        chosen = timed(plan, schedule, costs, by_costs, free=free) if mesh.world.rank == 0 else None
-        plan = mesh.world.broadcast_object(chosen, 0)
-        if config.memory_limit is not None and profile is not None:  # it may have chosen other stages
-            built = plan.build_schedule()
-            layers = choose_recomputed(profile, plan.partition, built, config.memory_limit, memory)
+        plan = search(partial(timed, plan, schedule, costs, partial(cut, costs=costs), free=free))
+        if limit is not None and profile is not None:  # it may have chosen other stages
+            layers = choose_recomputed(profile, plan.partition, plan.build_schedule(), limit, memory)
             plan = replace(plan, recompute=layers)
-    agree_on({"plan": plan.digest()}, mesh.world)
-    return plan, profile
+    return plan
+
+
+def _on_first(mesh: Mesh, make: Callable[[], Plan]) -> Plan:
+    """What the first rank makes.  Collective over all ranks."""
+    plan: Plan = mesh.world.broadcast_object(make() if mesh.world.rank == 0 else None, 0)
+    return plan
+
+
+def state_bytes(config: PipelineConfig, plan: Plan) -> StateBytes:
+    """What the plan keeps of each parameter, with an optimizer that keeps two moments as Adam does."""
+    master = 4.0 if config.precision else 0.0
+    return StateBytes(master=master).in_parts(plan.zero, plan.data, whole_layers=config.zero_whole_layers)
+
+
+def predicted_memory(config: PipelineConfig, plan: Plan, profile: Profile) -> tuple[RankMemory, ...]:
+    """What the profile says of each rank of the pipeline in a training step."""
+    costs = planned_costs(config, plan, profile)
+    return predict_memory(costs, plan.partition, plan.build_schedule(), state_bytes(config, plan))
 
 
 FIXED = ("seed", "device", "threads", "link", "timeout", "compile", "profile", "keep_freed_memory")

@@ -84,12 +84,23 @@ def profile_layers(
     )
 
 
-def profile_alone(module: PipelineModule, item: Item, *, seed: int = 0, runs: int = 5, threads: int = 1) -> Profile:
+def profile_alone(
+    module: PipelineModule,
+    item: Item,
+    *,
+    seed: int = 0,
+    runs: int = 5,
+    threads: int = 1,
+    recompute: Sequence[int] = (),
+    types: Sequence[torch.dtype | None] | None = None,
+) -> Profile:
     """The same outside of training, in this process alone; no message is timed, so that ``hop`` is 0."""
     mesh = make_mesh()
     set_threads(threads)
     random = RandomSource(seed, mesh.device, mesh.random_lock)
-    return profile_layers(module, Item(*item), random, mesh, runs=runs, recompute=(), threads=threads)
+    return profile_layers(
+        module, Item(*item), random, mesh, runs=runs, recompute=recompute, threads=threads, types=types
+    )
 
 
 _ADDED_BY_LOSS = ("forward", "input_grad", "activation_bytes")

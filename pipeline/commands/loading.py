@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import PipelineError
 
 if TYPE_CHECKING:
+    from partition import Profile
     from pipeline.module import PipelineModule
 
 DATA_NAME = "batches"
@@ -54,6 +55,17 @@ def load_data(options: argparse.Namespace) -> Iterator[Any]:
         return iter(source() if callable(source) else source)
     except TypeError as error:
         raise CannotLoad(f"{name} gives no iterator of micro-batches: {error}") from error
+
+
+def measure(options: argparse.Namespace, module: PipelineModule, **how: Any) -> Profile:
+    """What the model's layers cost on the first micro-batch of the data, by ``profile_alone``."""
+    from pipeline.batch import read_items
+    from pipeline.profiler import profile_alone
+
+    items = read_items(load_data(options), 1)
+    if not items:
+        raise CannotLoad("the data hold no micro-batch to measure on; let --data give at least one")
+    return profile_alone(module, items[0], **how)
 
 
 def load(name: str) -> Any:

@@ -49,7 +49,10 @@ class Option:
 
 
 def run(options: argparse.Namespace) -> int:
-    profile = Profile.load(options.profile) if options.profile else _measure(options)
+    if options.profile:
+        profile = Profile.load(options.profile)
+    else:
+        profile = loading.measure(options, loading.load_model(options))
     if options.hop is not None:
         profile = profile.model_copy(update={"hop": options.hop})
     if options.save_profile:
@@ -66,17 +69,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         _write_tables(profile, found)
     return 0
-
-
-def _measure(options: argparse.Namespace) -> Profile:
-    from pipeline.batch import read_items
-    from pipeline.profiler import profile_alone
-
-    module = loading.load_model(options)
-    items = read_items(loading.load_data(options), 1)
-    if not items:
-        raise loading.CannotLoad("the data hold no micro-batch to measure on; let --data give at least one")
-    return profile_alone(module, items[0])
 
 
 def _options(profile: Profile, options: argparse.Namespace) -> list[Option]:

@@ -23,8 +23,8 @@ class Shard:
     alone goes and comes back: views, what autograd has saved, and versions stay what they are.
     """
 
-    __slots__ = ("_arriving", "_has_master", "_stays", "_summing", "_total", "_users", "_ways", "compressor",
-                 "gradients", "parameters", "start", "stop", "trained", "vector", "whole", "zero")  # fmt: skip
+    __slots__ = ("_arriving", "_has_master", "_stays", "_summing", "_total", "_users", "compressor",
+                 "gradients", "parameters", "start", "stop", "trained", "vector", "ways", "whole", "zero")  # fmt: skip
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Shard:
         self.gradients = vector.gradients[own] if zero < 2 else torch.zeros_like(vector.gradients[own])
         self.compressor = compressor
         """What sums the gradients instead, where they are compressed."""
-        self._ways = ways
+        self.ways = ways
         self._users = 0
         self._arriving: Pending | None = None
         self._summing: Pending | None = None
@@ -74,7 +74,7 @@ class Shard:
             return
         self.whole = True
         _restore(self.vector.parameters)
-        self._arriving = self._ways.parameters.all_gather_into(self.vector.parameters, self.parameters, async_op=True)
+        self._arriving = self.ways.parameters.all_gather_into(self.vector.parameters, self.parameters, async_op=True)
 
     def ready(self) -> None:
         """Wait until the parameters are whole."""
@@ -129,11 +129,11 @@ class Shard:
             self._summing = self.compressor.start(whole)
             return
         if self.zero == 0:
-            self._summing = self._ways.gradients.all_reduce(whole, async_op=True)
+            self._summing = self.ways.gradients.all_reduce(whole, async_op=True)
             return
         self.open()
         self._total = self.gradients if self.zero == 1 else torch.empty_like(self.gradients)
-        self._summing = self._ways.gradients.reduce_scatter(self._total, whole, async_op=True)
+        self._summing = self.ways.gradients.reduce_scatter(self._total, whole, async_op=True)
 
     def reduced(self) -> None:
         """Wait until this rank's part of the gradient is the sum; with ZeRO 2 the whole is then no longer there."""

@@ -30,8 +30,8 @@ SIZES = {
 def test_1f1b_by_hand(make_profile):
     schedule = build("1f1b", ranks=3, micro_batches=8)
     first, middle, last = predict_memory(make_profile([1.0] * 6, **SIZES), Partition((0, 2, 4, 6)), schedule)
-    assert first == (80.0, 80.0, 160.0, 6.0, 3 * 200.0, 2 * 7.0)
-    assert middle == (80.0, 80.0, 160.0, 6.0, 2 * 200.0, 4 * 7.0)
+    assert first == (80.0, 80.0, 160.0, 6.0, 3 * 200.0, 2 * 7.0, 0.0)
+    assert middle == (80.0, 80.0, 160.0, 6.0, 2 * 200.0, 4 * 7.0, 0.0)
     assert last.activations == 200.0
     assert first.total == 80 + 80 + 160 + 6 + 600 + 14
 
@@ -41,6 +41,30 @@ def test_state_bytes(make_profile):
     state = StateBytes(gradient=8.0, optimizer=0.0)
     first, _ = predict_memory(make_profile([1.0] * 2, **SIZES), Partition((0, 1, 2)), schedule, state)
     assert (first.gradients, first.optimizer) == (80.0, 0.0)
+
+
+def test_zero_in_parts_and_what_is_whole_meanwhile(make_profile):
+    schedule = build("1f1b", ranks=2, micro_batches=1)
+    profile = make_profile([1.0] * 6, **SIZES)
+
+    def first(zero):
+        return predict_memory(profile, Partition((0, 3, 6)), schedule, StateBytes().in_parts(zero, 4))[0]
+
+    assert first(0)[:3] == (120.0, 120.0, 240.0)
+    assert first(1)[:3] == (120.0, 120.0, 60.0)
+    assert first(2)[:3] == (120.0, 30.0, 60.0)
+    assert first(3)[:3] == (30.0, 30.0, 60.0)
+    assert [first(zero).whole for zero in range(4)] == [0.0, 0.0, 40.0, 2 * 40.0 + 40.0]
+
+
+def test_weights_of_16_bits_have_a_copy_that_the_optimizer_steps_on(make_profile):
+    schedule = build("1f1b", ranks=1, micro_batches=1)
+    state = StateBytes(master=4.0)
+    (wide,) = predict_memory(make_profile([1.0], **SIZES), Partition((0, 1)), schedule, state)
+    (narrow,) = predict_memory(
+        make_profile([1.0], **{**SIZES, "parameter_bytes": 20}), Partition((0, 1)), schedule, state
+    )
+    assert (wide.optimizer, narrow.optimizer) == (80.0, 120.0)
 
 
 def test_inference_keeps_two_neighbouring_outputs(make_profile):
