@@ -79,10 +79,12 @@ class Planned:
         return self._updater().scheduler
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """Why ranks are arranged as they are, and exchange what they share in the way they do, where that was chosen
-        by what was measured or is known."""
-        return (*((self.mesh.reason,) if self.mesh.reason else ()), *self._planned().ways.reasons)
+    def notes(self) -> tuple[str, ...]:
+        """What was chosen, and why: how ranks are arranged, and exchange what they share; then what the balancer saw,
+        did and expects."""
+        arranged = [self.mesh.reason] if self.mesh.reason else []
+        moved = [] if self.balancer is None else self.balancer.notes
+        return (*arranged, *self._planned().ways.reasons, *moved)
 
     # -- state -----------------------------------------------------------------------------------------------
 

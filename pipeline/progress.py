@@ -47,7 +47,8 @@ def live(
     Use it as ``with live(engine, steps) as report: report(engine.train_batch(batches))``.  ``steps`` is None
     where the data decide.  ``amount`` is how many of ``unit`` one step takes, over all data-parallel copies.
     Loss, speed and bubble stand in a line that renews itself in a terminal, and in some twenty lines
-    elsewhere.  Only the first rank writes; on the others the function does nothing.
+    elsewhere, and the engine's notes when there are any.  Only the first rank writes; on the others the function does
+    nothing.
     """
     if engine.mesh.rank != 0:
         yield lambda loss: None
@@ -55,7 +56,7 @@ def live(
     console = console or Console(highlight=False)
     every = _EVERY if steps is None else max(1, steps // _LINES)
     marks: deque[_Mark] = deque(maxlen=WINDOW + 1)
-    told = False
+    told = 0  # of the engine's notes
     waiting: Tensor | None = None  # the loss of the last step, while it has not been shown
     shown = 0.0
     with _bar(console) as bar:
@@ -69,10 +70,9 @@ def live(
 
         def report(loss: Tensor) -> None:
             nonlocal waiting, shown, told
-            if not told:  # before the first step nothing need have been chosen
-                told = True
-                for choice in engine.choices:
-                    console.print(choice)
+            for note in engine.notes[told:]:
+                console.print(note)
+            told = len(engine.notes)
             now = time.perf_counter()
             marks.append(_Mark(now, engine.stats.bubble if engine.stats else 0.0))
             due = now - shown >= _REFRESH if console.is_terminal else engine.steps % every == 0

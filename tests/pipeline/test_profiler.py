@@ -40,8 +40,8 @@ def test_ranks_that_take_longer_for_the_same_layers_are_slower(
 
 def test_of_several_copies_of_a_stage_the_slowest_counts() -> None:
     assert slowest_copies((1.0, 1.0, 1.0, 0.5), [(0, 2), (1, 3)]) == (1.0, 0.5)
-    assert slowest_copies((1.0, 2.0, 1.0, 1.0), 2) == ()
-    assert slowest_copies((1.0, 1.0, 0.5), 3) == (1.0, 1.0, 0.5)
+    assert slowest_copies((1.0, 2.0, 1.0, 1.0), [(0, 2), (1, 3)]) == ()
+    assert slowest_copies((1.0, 1.0, 0.5), [(0,), (1,), (2,)]) == (1.0, 1.0, 0.5)
 
 
 def test_a_slow_rank_is_seen_in_the_costs_the_cuts_and_the_prediction() -> None:

@@ -32,17 +32,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def run(
-    clock: Clock, steps: int, *, terminal: bool = False, rank: int = 0, begin: int = 0, total: int | None = -1
+    clock: Clock, steps: int, *, terminal: bool = False, rank: int = 0, begin: int = 0, total: int | None = -1, notes: tuple[str, ...] = ()
 ) -> str:
     """What is shown of steps of half a second each, the bubble going down from 50 % by 1 % a step."""
     total = steps if total == -1 else total
-    engine: Any = SimpleNamespace(steps=begin, stats=None, mesh=SimpleNamespace(rank=rank))
+    engine: Any = SimpleNamespace(steps=begin, stats=None, notes=(), mesh=SimpleNamespace(rank=rank))
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=100, color_system=None, highlight=False)
     with progress.live(engine, total, unit="rows", amount=10, console=console) as report:
         for _ in range(begin, steps):
             clock.now += 0.5
             engine.steps += 1
+            engine.notes = notes[: engine.steps]
             engine.stats = SimpleNamespace(bubble=0.5 - engine.steps / 100)
             report(torch.tensor(1.0 / engine.steps))
     return shown.getvalue()
@@ -51,6 +52,16 @@ def run(
 def test_a_log_gets_a_line_for_each_step_of_a_short_run(clock: Clock) -> None:
     assert run(clock, 3).splitlines() == [
         "step 1/3  loss 1.000  bubble 49.0 %",
+        "step 2/3  loss 0.500  20 rows/s  bubble 48.5 %",
+        "step 3/3  loss 0.333  20 rows/s  bubble 48.0 %",
+    ]
+
+
+def test_notes_are_shown_once_when_they_come(clock: Clock) -> None:
+    assert run(clock, 3, notes=("first", "second")).splitlines() == [
+        "first",
+        "step 1/3  loss 1.000  bubble 49.0 %",
+        "second",
         "step 2/3  loss 0.500  20 rows/s  bubble 48.5 %",
         "step 3/3  loss 0.333  20 rows/s  bubble 48.0 %",
     ]
