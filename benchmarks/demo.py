@@ -23,7 +23,9 @@ class Learned(NamedTuple):
 
 def learned(ranks: int, *flags: str, steps: int) -> Learned:
     """Train on so many ranks; ``flags`` are those of train_gpt.py."""
-    return Learned(*run_ranks("benchmarks.demo", ranks, [f"--steps={steps}", *flags], timeout=1200.0))
+    with tempfile.TemporaryDirectory() as folder:
+        flags = (f"--steps={steps}", f"--output={folder}", *flags)
+        return Learned(*run_ranks("benchmarks.demo", ranks, flags, timeout=1200.0))
 
 
 def train(arguments: list[str]) -> None:
@@ -32,9 +34,9 @@ def train(arguments: list[str]) -> None:
     import corpus
     import train_gpt
 
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        options = train_gpt.options_parser().parse_args([*arguments, f"--output={folder}"])
+        options = train_gpt.options_parser().parse_args(arguments)
         text = corpus.load(options.data)
         engine = train_gpt.make_engine(options)
         mesh = engine.mesh

@@ -84,7 +84,7 @@ def _write(found: tuple[RankMemory, ...], cuts: tuple[int, ...], config: Pipelin
     console.width = max(console.width, _WIDTH)
     console.print(table)
     console.print(
-        f"layers of each stage: {Partition(cuts)}; whole: what ZeRO has of layers in use; optimizer: as Adam's; without "
-        "what operators need for themselves",
+        f"layers of each stage: {Partition(cuts)}; whole: what ZeRO has of layers in use; optimizer: as Adam's; what "
+        "operators need for themselves is not counted",
         soft_wrap=True,
     )

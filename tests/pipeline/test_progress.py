@@ -32,7 +32,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def run(
-    clock: Clock, steps: int, *, terminal: bool = False, rank: int = 0, begin: int = 0, total: int | None = -1, notes: tuple[str, ...] = ()
+    clock: Clock,
+    steps: int,
+    *,
+    terminal: bool = False,
+    rank: int = 0,
+    begin: int = 0,
+    total: int | None = -1,
+    notes: tuple[str, ...] = (),
 ) -> str:
     """What is shown of steps of half a second each, the bubble going down from 50 % by 1 % a step."""
     total = steps if total == -1 else total
