@@ -68,6 +68,8 @@ class Profile(BaseModel):
     """Seconds from the end of a send's producer to the earliest start of its receiver."""
     speeds: tuple[Speed, ...] = ()
     """How fast each rank of a pipeline is beside the typical one, whose seconds the layers' are; none: all alike."""
+    rows: Annotated[int, Field(ge=1)] | None = None
+    """Rows of the micro-batch that the layers were measured on, where its tensors have them."""
     device: str = "cpu"
     threads: Annotated[int, Field(ge=1)] = 1
 

@@ -34,6 +34,7 @@ class Call(enum.IntEnum):
 class Opening:
     """What one pipeline knows when a step starts: its micro-batches, their shares of the step, their signatures."""
 
+    items: int  # that were taken for them
     micro_batches: int
     shares: tuple[float, ...]
     signatures: tuple[int, ...]
@@ -49,28 +50,31 @@ def open_step(
     call: Call,
     error: Exception | None,
     steps: int,
+    taken: int = 0,
     iterator: int = 0,
 ) -> Opening:
     """Agree on the step over all ranks, in one sum.
 
     ``count`` is the number of micro-batches this rank has read, None where it reads none, and ``error`` what it met
     while it read them; ``weights`` and ``signatures`` are those of the micro-batches that leave, or enter, the model on
-    this rank; ``steps`` are the updates that it has made, and ``iterator`` is a number for what it reads from, 0 where
-    no other rank can have the same one.  Every slot of the vector is written by one rank, so that sums are exact.
+    this rank; ``steps`` are the updates that it has made, ``taken`` the items that it has read, and ``iterator`` is a
+    number for what it reads from, 0 where no other rank can have the same one.  Every slot of the vector is written by
+    one rank, so that sums are exact.
 
     Raises ``EndOfData`` when an iterator has nothing left, ``StateError`` when ranks have made different numbers of
     updates, and ``DataError`` when a rank could not read, ranks read different numbers of micro-batches, call
     different methods, or the weights are no weights; on every rank alike, before anything is sent.
     """
-    ranks = torch.zeros(mesh.size, 4, dtype=torch.float64)
+    ranks = torch.zeros(mesh.size, 5, dtype=torch.float64)
     numbers = torch.zeros(2, mesh.data, limit, dtype=torch.float64)
     found = _FAILED if error is not None else _READS_NOTHING if count is None else 1.0 + count
-    ranks[mesh.rank] = torch.tensor([float(call), found, float(steps), float(iterator)], dtype=torch.float64)
+    told = (float(call), found, float(steps), float(iterator), float(taken))
+    ranks[mesh.rank] = torch.tensor(told, dtype=torch.float64)
     rows = [[float(values.get(i, 0)) for i in range(limit)] for values in (weights, signatures)]
     numbers[:, mesh.data_rank] = torch.tensor(rows, dtype=torch.float64)
     vector = torch.cat([ranks.reshape(-1), numbers.reshape(-1)])
     sum_over_ranks(mesh.link, vector)  # in host memory, where it is read
-    calls, counts, updates, iterators = vector[: ranks.numel()].view_as(ranks).t().tolist()
+    calls, counts, updates, iterators, items = vector[: ranks.numel()].view_as(ranks).t().tolist()
     _require_one_call([Call(int(c)) for c in calls])
     _require_one_state(updates)
     _require_own_iterators(mesh, iterators)
@@ -87,6 +91,7 @@ def open_step(
         )
     own = mesh.data_rank
     return Opening(
+        max(int(items[mesh.world_rank(own, place)]) for place in range(mesh.pipe)),
         micro_batches,
         tuple(w / total for w in weight[own][:micro_batches]),
         tuple(int(s) for s in signature[own][:micro_batches]),

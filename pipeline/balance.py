@@ -11,6 +11,7 @@ from partition import LayerCost, Moves, Partition, Profile, make_partition
 from partition.balancer import Alarm, Proposal, Steps, Terms, medians, propose
 from partition.drift import Seconds, first_belief
 from partition.moves import Move
+from partition.sizes import Verdict
 from pipeline.agreement import Closing
 from pipeline.config import PipelineConfig
 from pipeline.layer_times import LayerTimes
@@ -18,6 +19,7 @@ from pipeline.mesh import Mesh
 from pipeline.plan import Plan
 from pipeline.planning import planned_costs, state_bytes
 from pipeline.runner import Runner
+from pipeline.size_balance import SizeBalancer
 from pipeline.timed import timed
 from schedules import facts
 
@@ -45,6 +47,7 @@ class Balancer:
         self._slower = 1.0  # than was thought, as far as a move was measured
         self._spans: list[float] = []  # seconds of the steps since the last move
         self._promised: Proposal | None = None  # of the last move, until it is known what came of it
+        self._sizes = SizeBalancer(config) if config.balance_micro_batch == "auto" else None
 
     def watch(self, runner: Runner) -> None:
         """Look at the layers of this layout from now on."""
@@ -53,6 +56,8 @@ class Balancer:
         self._alarm.reset()
         self._spans.clear()
         self._first.clear()
+        if self._sizes is not None:
+            self._sizes.reset()
 
     def stop(self) -> None:
         """Look at them no more."""
@@ -73,6 +78,12 @@ class Balancer:
         self._spans.append(closing.span)
         self._look_back()
         busy = [max(closing.busy[mesh.world_rank(d, p)] for d in range(mesh.data)) for p in range(mesh.pipe)]
+        if self._sizes is not None and self._sizes.due(busy, closing.span):
+            plan = self._resized(self._sizes, runner, config, mesh, measured)
+            if plan is not None:
+                return plan
+        if config.balance == "off" or (self._sizes is not None and not self._sizes.settled):
+            return None
         rings, whole = self._alarm.rings(busy), len(self._times.steps) == self._terms.window
         if whole and not self._first:
             self._first = list(self._times.steps)
@@ -85,6 +96,26 @@ class Balancer:
             told = self._proposal(believed, runner.plan, config, steps, sizes)
         proposal, plan = mesh.world.broadcast_object(told, 0)
         return self._heed(proposal, plan, config.balance == "on")
+
+    def _resized(
+        self, balancer: SizeBalancer, runner: Runner, config: PipelineConfig, mesh: Mesh, measured: Profile | None
+    ) -> Plan | None:
+        """The Plan with another number of micro-batches, if there is to be another.  Collective."""
+        if len(self._times.steps) < self._terms.window:
+            return None
+        steps, _, sizes = self._gathered(runner, mesh)
+        told = None
+        if mesh.rank == 0:
+            took = {layer: seconds for rank in medians(steps) for layer, seconds in rank.items()}
+            plan = runner.plan
+            base = _unmeasured(plan, sizes) if measured is None else planned_costs(config, plan, measured)
+            told = balancer.decide(runner.plan, config, took, base)
+        verdict: Verdict
+        chosen: Plan
+        verdict, chosen = mesh.world.broadcast_object(told, 0)
+        self.notes += balancer.heed(verdict, config.rows or 1)
+        self.profile, self._promised = None, None
+        return None if verdict.why == "stay" else chosen
 
     def moved(self, seconds: float) -> None:
         """The layers have moved, which took so long on this rank."""
@@ -101,6 +132,7 @@ class Balancer:
             return [
                 [_slowest([told[mesh.world_rank(d, p)][which][n] for d in range(mesh.data)]) for p in range(mesh.pipe)]
                 for n in range(self._terms.window)
+                if n < len(told[0][which])
             ]
 
         return by_rank(0), by_rank(1), {layer: size for *_, own in told for layer, size in own.items()}
@@ -177,6 +209,11 @@ def _begun(
     """What is believed at first: the profile, or what the first steps show, as if all ranks were alike."""
     if measured is not None:
         return planned_costs(config, plan, measured)
+    return first_belief(_unmeasured(plan, sizes).layers, medians(first))
+
+
+def _unmeasured(plan: Plan, sizes: Mapping[int, int]) -> Profile:
+    """Layers of these sizes, that are not known to cost anything."""
     layers = [
         LayerCost(
             name=f"layers.{number}",
@@ -188,4 +225,4 @@ def _begun(
         )
         for number in range(plan.partition.layers)
     ]
-    return first_belief(layers, medians(first))
+    return Profile(layers=tuple(layers))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from pipeline.errors import DataError
 
-__all__ = ["Item", "read_items", "split_batch"]
+__all__ = ["Item", "items_of", "read_items", "rows_of", "split_batch"]
 
 
 class Item(NamedTuple):
@@ -91,26 +92,33 @@ def read_items(source: Any, count: int) -> list[Item]:
     ``source`` is an iterator, or a list or tuple of at most ``count`` items.  Other iterables are refused: they
     would start again from their beginning at every step.
     """
+    if isinstance(source, list | tuple) and len(source) > count:
+        raise DataError(
+            f"got a list of {len(source)} items for a step of {count} micro-batches; pass an iterator to take "
+            f"them step by step, or set micro_batches={len(source)}"
+        )
+    return list(itertools.islice(items_of(source), count))
+
+
+def items_of(source: Any) -> Iterator[Item]:
+    """The items of an iterator, a list or a tuple, each checked as it is taken."""
     if isinstance(source, list | tuple):
-        if len(source) > count:
-            raise DataError(
-                f"got a list of {len(source)} items for a step of {count} micro-batches; pass an iterator to take "
-                f"them step by step, or set micro_batches={len(source)}"
-            )
         source = iter(source)
     if not isinstance(source, Iterator):
         raise DataError(
             f"takes an iterator of (inputs, targets), got {_kind(source)}; make one once with iter(...) and pass "
             "the same one to every step"
         )
-    items: list[Item] = []
     for item in source:
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(f"an item is a pair (inputs, targets), targets may be None; got {_kind(item)}")
-        items.append(Item(*item))
-        if len(items) == count:
-            break
-    return items
+        yield Item(*item)
+
+
+def rows_of(item: Item) -> int | None:
+    """Rows of a micro-batch: the leading size of its first tensor that has one, None where there is no such tensor."""
+    leaves, _ = tree_flatten(tuple(item))
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and len(leaf)), None)
 
 
 def _kind(value: object) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from partition.sizes import numbers_of
 from pipeline.errors import ConfigError
 from pipeline.guard import Remedy
 from pipeline.setting_sources import Arguments, Source, add_flags, merge, read_flags, read_source
 from pipeline.setting_types import (
     BytesSetting,
     LossScaleSetting,
+    MicroBatchSetting,
     PartitionSetting,
     PrecisionSetting,
     RecomputeSetting,
@@ -44,7 +46,16 @@ class PipelineConfig(BaseModel):
     """Stages that each rank holds; without it the schedule's own number."""
 
     micro_batches: int = Field(8, ge=1)
-    """Micro-batches in one step of one data-parallel rank; each is one item of its iterator."""
+    """Micro-batches in one step of one data-parallel rank; each is one item of its iterator, unless global_batch says
+    otherwise. Where micro_batch is set it follows from that."""
+
+    global_batch: int | None = Field(None, ge=1)
+    """Rows in one step of all data-parallel ranks together. Items of the iterator may then be of any size: each rank
+    takes as many as hold its part of the rows, which are cut into micro-batches."""
+
+    micro_batch: MicroBatchSetting | None = None
+    """Rows in one micro-batch, or auto: the size with the shortest predicted step that memory_limit allows, for which
+    layers are timed at two sizes before the first step."""
 
     data_parallel: int = Field(1, ge=1)
     """Copies of the whole pipeline; pipeline ranks = world size / data_parallel."""
@@ -96,6 +107,9 @@ class PipelineConfig(BaseModel):
 
     comm_error_feedback: bool = True
     """Add what compression has left out of one step to the gradients of the next. It takes the memory of gradients."""
+
+    comm_exact_steps: int = Field(0, ge=0)
+    """Steps at the start, and after a checkpoint has been loaded, of which gradients are not compressed yet."""
 
     # What runs where
     partition: PartitionSetting = "profile"
@@ -161,12 +175,16 @@ class PipelineConfig(BaseModel):
     layer numbers as in 0,2,5, or auto, the layers with which every rank keeps within memory_limit at the least cost."""
 
     memory_limit: BytesSetting | None = None
-    """Bytes of one rank for parameters, gradients, optimizer state, activations and messages together, which
-    recompute = "auto" keeps to: a number, or one with a unit as in 8GiB."""
+    """Bytes of one rank for parameters, gradients, optimizer state, activations and messages together, which cuts by
+    measured costs keep to, recompute = "auto" and micro_batch = "auto": a number, or one with a unit as in 8GiB."""
 
     balance: Literal["off", "report", "on"] = "off"
     """Whether layers move between ranks while training runs, when ranks have become unevenly busy: never, only a note
     of what would move, or yes."""
+
+    balance_micro_batch: Literal["off", "auto"] = "off"
+    """Whether the size of micro-batches changes while training runs, for the same global_batch, when layers cost
+    otherwise than at first; memory_limit holds for it too, where the layers have been timed before."""
 
     balance_window: int = Field(5, ge=2)
     """Steps that must show that a move pays."""
@@ -237,11 +255,12 @@ class PipelineConfig(BaseModel):
                 "weight_grad_batching sums over several micro-batches in one product, which plain PyTorch does not, so "
                 "that it contradicts reference_numerics; set one of the two to false"
             )
-        if (self.recompute == "auto") != (self.memory_limit is not None):
+        if self.recompute == "auto" and self.memory_limit is None:
             raise ConfigError(
-                'recompute = "auto" chooses layers so that each rank keeps within memory_limit: set both or neither, '
-                'as in memory_limit = "8GiB"'
+                'recompute = "auto" chooses layers so that each rank keeps within memory_limit: set it too, as in '
+                'memory_limit = "8GiB"'
             )
+        self._settle_sizes()
         if self.comm_compress != "none":
             self._allow_compression()
         if self.save_to is None and (self.save_every != "never" or self.resume):
@@ -251,6 +270,46 @@ class PipelineConfig(BaseModel):
             name = "nonfinite_loss" if self.nonfinite_loss == "rollback" else "loss_spike"
             raise ConfigError(f'{name} = "rollback" goes back to a checkpoint: set save_to and save_every')
         return self
+
+    @property
+    def rows(self) -> int | None:
+        """Rows in one step of one data-parallel rank, where they are set."""
+        return None if self.global_batch is None else self.global_batch // self.data_parallel
+
+    def _settle_sizes(self) -> None:
+        """Set ``micro_batches`` by what else is given."""
+        if self.rows is None:
+            if self.micro_batch is not None or self.balance_micro_batch != "off":
+                name = "balance_micro_batch" if self.micro_batch is None else "micro_batch"
+                raise ConfigError(f"{name} is about how many rows a step has: set global_batch, as in 64")
+            return
+        if self.global_batch is not None and self.global_batch % self.data_parallel:
+            raise ConfigError(
+                f"global_batch = {self.global_batch} rows cannot be shared equally by data_parallel = "
+                f"{self.data_parallel}; set one of them so that it divides the other"
+            )
+        possible = numbers_of(self.rows)
+        number = self.micro_batches
+        if self.micro_batch == "auto" and number not in possible:
+            number = max(n for n in possible if n <= number)  # to begin with
+        elif isinstance(self.micro_batch, int):
+            number = max(1, self.rows // self.micro_batch)
+            if number * self.micro_batch != self.rows:
+                raise ConfigError(
+                    f"micro_batch = {self.micro_batch} does not divide the {self.rows} rows of a data-parallel rank; "
+                    f"it can be {_listed(possible)}"
+                )
+            if "micro_batches" in self.model_fields_set and self.micro_batches != number:
+                raise ConfigError(
+                    f"micro_batches = {self.micro_batches}, but {self.rows} rows of a data-parallel rank are {number} "
+                    f"micro-batches of {self.micro_batch}; leave one of the two out"
+                )
+        if number not in possible:
+            raise ConfigError(
+                f"micro_batches = {number} does not divide the {self.rows} rows of a data-parallel rank; it can be "
+                f"{_listed(possible)}"
+            )
+        self.__dict__["micro_batches"] = number  # frozen, but for what follows from the rest
 
     def _allow_compression(self) -> None:
         if self.zero > 1:
@@ -299,3 +358,7 @@ class PipelineConfig(BaseModel):
 
     def __hash__(self) -> int:
         return hash(self.digest())
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -21,6 +21,7 @@ from pipeline.entries import hold
 from pipeline.errors import CheckpointError, NotPlanned, TrainingStopped, TrainingWarning
 from pipeline.gradients.health import GradientHealth
 from pipeline.guard import LossGuard
+from pipeline.intake import Intake
 from pipeline.layer import RandomSource
 from pipeline.mesh import Mesh
 from pipeline.migrate import Moved, move
@@ -32,6 +33,7 @@ from pipeline.precision.loss_scale import scaling_of
 from pipeline.precision.types import types_of
 from pipeline.runner import Runner
 from pipeline.saving.keeper import Keeper, Progress, Stateful
+from pipeline.sizing import choose_size, with_number
 from pipeline.stats import StepStats, stats_of
 from pipeline.step import Step
 from pipeline.update import MakeOptimizer, MakeScheduler
@@ -65,13 +67,16 @@ class Engine(Planned):
         self._guard = LossGuard()
         self._keeper = Keeper(config, mesh)
         self._stopping = self._asked_to_stop = False
-        if config.partition != "profile" or self.profile is not None:
+        measures = config.partition == "profile" or config.micro_batch == "auto"
+        if not measures or self.profile is not None:
             self._plan(None)
 
     # -- training --------------------------------------------------------------------------------------------
 
     def train_batch(self, source: Any) -> Tensor:
         """One optimizer step on up to ``micro_batches`` items of an iterator.  Collective.
+
+        Where ``global_batch`` is set, on items that together hold this data-parallel rank's part of its rows.
 
         ``source`` is read only on ranks that hold the first or last stage of a route; others may pass None.  An
         item is ``(inputs, targets)``.  Returns the step's loss, the mean over its samples: a detached scalar on the
@@ -85,8 +90,8 @@ class Engine(Planned):
             raise NotPlanned("this engine has no optimizer, so it cannot train; pass optimizer=... to initialize")
         if self._stopping:
             raise TrainingStopped
-        step, closing = self._run(source, Call.TRAIN_BATCH)
-        self.items += len(step.places)
+        taken, closing = self._run(source, Call.TRAIN_BATCH)[1:]
+        self.items += taken
         self._stopping = closing.stop
         runner, update = self._planned(), self._updater()
         used = 1.0 if self.loss_scale is None else self.loss_scale.value
@@ -136,7 +141,7 @@ class Engine(Planned):
         plan = self.balancer.after_step(closing, runner, self.config, self.mesh, self.profile)
         if plan is not None:
             started = time.perf_counter()
-            self._adopt(self.config, self.mesh, plan)
+            self._adopt(with_number(self.config, plan.micro_batches), self.mesh, plan)
             self.balancer.moved(time.perf_counter() - started)
 
     def _keep(self, *, due: bool, last: bool) -> None:
@@ -147,7 +152,7 @@ class Engine(Planned):
 
     def eval_batch(self, source: Any) -> Tensor:
         """The loss on up to ``micro_batches`` items, without gradients and in evaluation mode.  Collective."""
-        _, closing = self._run(source, Call.EVAL_BATCH)
+        _, _, closing = self._run(source, Call.EVAL_BATCH)
         return closing.loss
 
     def forward(self, source: Any) -> tuple[Any, ...] | None:
@@ -155,7 +160,7 @@ class Engine(Planned):
 
         Runs without gradients and in evaluation mode; items are ``(inputs, targets)``, targets are not used.
         """
-        step, _ = self._run(source, Call.FORWARD)
+        step, _, _ = self._run(source, Call.FORWARD)
         return tuple(step.outputs[i] for i in sorted(step.outputs)) or None
 
     def losses(self) -> dict[str, float]:
@@ -203,6 +208,8 @@ class Engine(Planned):
             return None
         if self._runner is None and self.profile is None and opened.profile is not None:
             self.profile = opened.profile
+            if self.config.micro_batch == "auto":
+                self.config = with_number(self.config, opened.header["micro_batches"])
             self._plan(None)
         progress = self._keeper.restore(opened, self._planned())
         self.steps, self.items = progress.steps, progress.items
@@ -252,10 +259,11 @@ class Engine(Planned):
 
     def _install(self, runner: Runner) -> None:
         self._runner, self.schedule = runner, runner.schedule
-        if self.config.balance == "off" and self.balancer is not None:
+        wanted = self.config.balance != "off" or self.config.balance_micro_batch != "off"
+        if not wanted and self.balancer is not None:
             self.balancer.stop()
             self.balancer = None
-        elif self.config.balance != "off" and self.balancer is None:
+        elif wanted and self.balancer is None:
             self.balancer = Balancer(self.config, self.mesh)
         if self.balancer is not None:
             self.balancer.watch(runner)
@@ -276,6 +284,10 @@ class Engine(Planned):
 
     def _plan(self, item: Item | None) -> None:
         """Make the Plan and all that depends on it; ``item`` is this rank's first micro-batch.  Collective."""
+        if self.config.micro_batch == "auto" and self.profile is None:
+            self.config, self.profile, self._size_reason = choose_size(
+                self.config, self.module, self.mesh, self.schedule, self._random, item
+            )
         plan, self.profile = choose_plan(
             self.config, self.module, self.mesh, self.schedule, self._random, item=item, profile=self.profile
         )
@@ -287,18 +299,32 @@ class Engine(Planned):
     # -- a step ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)  # whatever the caller is in: layers decide by the kind of step
-    def _run(self, source: Any, call: Call) -> tuple[Step, Closing]:
-        """Run one step of any kind up to its closing agreement."""
-        limit, scale = self.config.micro_batches, 1.0 if self.loss_scale is None else self.loss_scale.value
-        intake = self._run_steps.read(
-            source, call, mesh=self.mesh, schedule=self.schedule, limit=limit, updates=self.steps
-        )
+    def _run(self, source: Any, call: Call) -> tuple[Step, int, Closing]:
+        """Run one step of any kind up to its closing agreement; also returns how many items were taken for it."""
+        intake = self._read(source, call)
+        taken = intake.opening.items
         if self._runner is None:
+            begun = self.config.micro_batches
             self._plan(intake.items[0] if intake.items else None)
-        runner = self._planned()
+            if self.config.micro_batches != begun and call is Call.TRAIN_BATCH:  # for which size was chosen meanwhile
+                intake = self._read(intake.items or source, call)
+        runner, limit = self._planned(), self.config.micro_batches
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         trains = call is Call.TRAIN_BATCH
         wishes = Wishes(trains and self._asked_to_stop, trains and self._keeper.due(self.steps + 1))
         step, closing = self._run_steps.run(
             intake, call, runner, mesh=self.mesh, limit=limit, updates=self.steps, scale=scale, wishes=wishes
         )
-        return step, closing
+        return step, taken, closing
+
+    def _read(self, source: Any, call: Call) -> Intake:
+        config = self.config
+        return self._run_steps.read(
+            source,
+            call,
+            mesh=self.mesh,
+            schedule=self.schedule,
+            limit=config.micro_batches,
+            rows=config.rows,
+            updates=self.steps,
+        )

@@ -11,7 +11,9 @@ from pipeline.errors import LinkError
 from pipeline.exchange import ShapeTable
 from pipeline.failures import explain_hang
 from pipeline.mesh import Mesh
-from pipeline.module import PipelineModule, rows
+from pipeline.module import PipelineModule
+from pipeline.module import rows as count_rows
+from pipeline.recut import read_rows
 from pipeline.shapes import Form, signature_of
 from schedules import Schedule
 
@@ -36,10 +38,11 @@ def take_in(
     module: PipelineModule,
     table: ShapeTable,
     limit: int,
+    rows: int | None,
     steps: int,
 ) -> Intake:
-    """Read up to ``limit`` items, on ranks that hold the first or last stage of a route, and agree on the step, which
-    comes after ``steps`` updates.
+    """Read up to ``limit`` items, or items of so many ``rows`` that are cut into ``limit`` micro-batches, on ranks that
+    hold the first or last stage of a route, and agree on the step, which comes after ``steps`` updates.
 
     Collective.  Raises the iterator's own error on the rank where it is raised, after the others have been told.
     """
@@ -50,10 +53,15 @@ def take_in(
     weights: dict[int, float] = {}
     signatures: dict[int, Form] = {}
     numbers: dict[int, int] = {}
+    taken = 0
     error: Exception | None = None
     if enters or leaves:
         try:
-            items = read_items(source, limit)
+            if rows is None:
+                items = read_items(source, limit)
+                taken = len(items)
+            else:
+                items, taken = read_rows(source, rows, limit)
             # Without a loss there is nothing to weigh, and often nothing to weigh it by.
             weights = {i: 1.0 if call is Call.FORWARD else _weight(module, items[i]) for i in leaves if i < len(items)}
             signatures = {i: signature_of(items[i].inputs) for i in enters if i < len(items)}
@@ -70,6 +78,7 @@ def take_in(
             call=call,
             error=error,
             steps=steps,
+            taken=taken,
             iterator=_identity(source, mesh) if enters or leaves else 0,
         )
     except LinkError as broken:
@@ -87,6 +96,6 @@ def _identity(source: Any, mesh: Mesh) -> int:
 
 
 def _weight(module: PipelineModule, item: Item) -> float:
-    if item.targets is None and module.loss_weight is rows:
-        return rows(item.inputs)
+    if item.targets is None and module.loss_weight is count_rows:
+        return count_rows(item.inputs)
     return float(module.loss_weight(item.targets))

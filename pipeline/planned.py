@@ -48,6 +48,7 @@ class Planned:
         self.steps = 0
         """Updates applied so far."""
         self._make = make
+        self._size_reason = ""  # of micro-batches, where that was to be chosen
         self._kept: dict[int, dict[str, float]] = {}  # what layers kept after the steps when somebody asked
         self._runner: Runner | None = None
         self._run_steps = Steps(module, config.seed)
@@ -59,9 +60,16 @@ class Planned:
             raise ConfigError(f"schedule {config.schedule!r} has no backward; to train, set schedule to 1f1b, say")
         if len(module) < self.schedule.num_layer_groups and not isinstance(config.partition, tuple):
             raise FewerLayersThanStages(len(module), self.schedule.num_layer_groups)
-        if config.recompute == "auto" and config.partition != "profile" and self.profile is None:
+        if config.micro_batch == "auto" and self.profile is not None:
             raise ConfigError(
-                'recompute = "auto" must know what layers keep and cost; set partition = "profile", or give a profile'
+                'micro_batch = "auto" times the layers at two sizes, and a profile is of one; leave out the profile, '
+                "or set micro_batch to a number of rows"
+            )
+        unknown = config.partition != "profile" and config.micro_batch != "auto" and self.profile is None
+        if config.memory_limit is not None and unknown:
+            raise ConfigError(
+                "what keeps within memory_limit must know what layers keep and cost; set partition = \"profile\", or "
+                "give a profile"
             )
 
     @property
@@ -80,11 +88,10 @@ class Planned:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was chosen, and why: how ranks are arranged, and exchange what they share; then what the balancer saw,
-        did and expects."""
-        arranged = [self.mesh.reason] if self.mesh.reason else []
+        """What was chosen, and why: how ranks are arranged, micro-batches cut, and what is shared exchanged; then what
+        the balancer saw, did and expects."""
         moved = [] if self.balancer is None else self.balancer.notes
-        return (*arranged, *self._planned().ways.reasons, *moved)
+        return (*filter(None, (self.mesh.reason, self._size_reason)), *self._planned().ways.reasons, *moved)
 
     # -- state -----------------------------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from partition import Partition, Profile, RankMemory, StateBytes, make_partition, predict_memory
+from partition import OutOfMemory, Partition, Profile, RankMemory, StateBytes, make_partition, predict_memory
 from partition.recompute import choose_cuts_and_recomputed, choose_recomputed, recomputed
+from partition.sizes import costs_at
 from pipeline.batch import Item
 from pipeline.config import PipelineConfig
 from pipeline.errors import ConfigError
@@ -26,11 +27,14 @@ from schedules import Schedule, facts
 __all__ = [
     "changed",
     "choose_plan",
+    "item_of_first",
     "mesh_for",
     "next_plan",
     "plan_by",
     "planned_costs",
     "predicted_memory",
+    "profile_on",
+    "require_memory",
     "state_bytes",
 ]
 
@@ -81,19 +85,7 @@ def choose_plan(
     """
     counts = None
     if config.partition == "profile" and profile is None:
-        mesh.board.at(At.PROFILE)
-        first = mesh.world_rank(0, schedule.rank_of_stage[schedule.first_stage(0)])
-        profile = profile_layers(
-            module,
-            mesh.world.broadcast_object(item, first),
-            random,
-            mesh,
-            runs=config.profile_runs,
-            recompute=plan_for(config, module, mesh, cuts=()).recompute,
-            threads=config.threads,
-            compiler=config.compile,
-            types=types_of(config.precision, module),
-        )
+        profile = profile_on(item_of_first(item, mesh, schedule), config, module, mesh, random)
     elif config.partition == "parameters":
         counts = count_parameters(module, random)
     # Timing a schedule may take a while, so one rank does it for all.
@@ -101,6 +93,30 @@ def choose_plan(
     plan = plan_by(config, module, mesh, schedule, profile=profile, counts=counts, search=first_only)
     agree_on({"plan": plan.digest()}, mesh.world)
     return plan, profile
+
+
+def item_of_first(item: Item | None, mesh: Mesh, schedule: Schedule) -> Item:
+    """The micro-batch on the rank of the first stage, on every rank.  Collective."""
+    found: Item = mesh.world.broadcast_object(item, mesh.world_rank(0, schedule.rank_of_stage[schedule.first_stage(0)]))
+    return found
+
+
+def profile_on(
+    item: Item, config: PipelineConfig, module: PipelineModule, mesh: Mesh, random: RandomSource
+) -> Profile:
+    """What the layers cost on this micro-batch.  Collective."""
+    mesh.board.at(At.PROFILE)
+    return profile_layers(
+        module,
+        item,
+        random,
+        mesh,
+        runs=config.profile_runs,
+        recompute=plan_for(config, module, mesh, cuts=()).recompute,
+        threads=config.threads,
+        compiler=config.compile,
+        types=types_of(config.precision, module),
+    )
 
 
 def plan_by(
@@ -115,14 +131,18 @@ def plan_by(
 ) -> Plan:
     """The Plan for layers of these costs, or of ``counts`` parameters; ``search`` runs what may take a while."""
     types = [module.type_of(index) for index in range(len(module))]
-
-    def cut(one: Schedule, costs: Profile | None = profile) -> Partition:
-        return make_partition(config.partition, one, profile=costs, types=types, parameters=counts)
-
+    profile = None if profile is None else _at_size(config, profile)
     plan = plan_for(config, module, shape, cuts=())
     memory = state_bytes(config, plan)
     costs, limit = profile, config.memory_limit
-    if limit is None or profile is None:
+    cap = None if profile is None or config.recompute == "auto" else limit
+
+    def cut(one: Schedule, costs: Profile | None = profile) -> Partition:
+        return make_partition(
+            config.partition, one, profile=costs, types=types, parameters=counts, memory_cap=cap, state=memory
+        )
+
+    if limit is None or profile is None or config.recompute != "auto":
         plan = replace(plan, cuts=cut(schedule).cuts)
     else:
         partition, layers = choose_cuts_and_recomputed(profile, schedule, partial(cut, schedule), limit, memory)
@@ -130,10 +150,17 @@ def plan_by(
     if costs is not None and "costs" in facts(config.schedule).options:
         free = config.stages_per_rank is None and not isinstance(config.partition, tuple)
         plan = search(partial(timed, plan, schedule, costs, partial(cut, costs=costs), free=free))
-        if limit is not None and profile is not None:  # it may have chosen other stages
+        if limit is not None and profile is not None and config.recompute == "auto":  # it may have other stages
             layers = choose_recomputed(profile, plan.partition, plan.build_schedule(), limit, memory)
             plan = replace(plan, recompute=layers)
     return plan
+
+
+def _at_size(config: PipelineConfig, profile: Profile) -> Profile:
+    """The costs for micro-batches as large as they are now."""
+    if config.rows is None or profile.rows is None or profile.rows == config.rows // config.micro_batches:
+        return profile
+    return costs_at(config.rows // config.micro_batches, {profile.rows: profile})
 
 
 def _on_first(mesh: Mesh, make: Callable[[], Plan]) -> Plan:
@@ -146,6 +173,17 @@ def state_bytes(config: PipelineConfig, plan: Plan) -> StateBytes:
     """What the plan keeps of each parameter, with an optimizer that keeps two moments as Adam does."""
     master = 4.0 if config.precision else 0.0
     return StateBytes(master=master).in_parts(plan.zero, plan.data, whole_layers=config.zero_whole_layers)
+
+
+def require_memory(config: PipelineConfig, plan: Plan, profile: Profile) -> None:
+    """Raise ``OutOfMemory`` where a rank would need more than ``memory_limit``."""
+    limit = config.memory_limit
+    needs = [] if limit is None else [rank.total for rank in predicted_memory(config, plan, profile)]
+    if limit is not None and max(needs) > limit:
+        raise OutOfMemory(
+            f"rank {needs.index(max(needs))} would need {max(needs):.0f} bytes, and memory_limit is {limit:.0f}; raise "
+            "it, use more ranks, a higher zero or smaller micro-batches"
+        )
 
 
 def predicted_memory(config: PipelineConfig, plan: Plan, profile: Profile) -> tuple[RankMemory, ...]:
@@ -188,4 +226,5 @@ def next_plan(
 
 def planned_costs(config: PipelineConfig, plan: Plan, profile: Profile) -> Profile:
     """What the plan's layers cost: those that it chose to recompute were measured without."""
+    profile = _at_size(config, profile)
     return recomputed(profile, plan.recompute) if config.recompute == "auto" else profile

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from partition import LayerCost, Profile
-from pipeline.batch import Item
+from pipeline.batch import Item, rows_of
 from pipeline.build import build_module, compile_layer, layer_function
 from pipeline.device import set_threads, synchronise
 from pipeline.gradients.flat import FlatLayer
@@ -78,6 +78,7 @@ def profile_layers(
     return Profile(
         layers=tuple(layers),
         hop=hop,
+        rows=rows_of(item),
         device=str(mesh.device.type),
         threads=threads,
         speeds=slowest_copies(speeds, mesh.columns()),

@@ -36,6 +36,8 @@ def _sentence(detail: Any, model: type[BaseModel]) -> str:
     name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         return f"there is no setting {name!r}; {did_you_mean(name, model.model_fields)}"
+    if not name:  # of several settings together
+        return str(detail["msg"]).removeprefix("Value error, ")
     allowed = detail["msg"].replace("Input should", "it must", 1)
     field = model.model_fields.get(name)
     default = f" (default: {field.default!r})" if field else ""
@@ -135,6 +137,15 @@ def _save_every(value: object) -> object:
     raise _refusal('it must be never, auto, or so many steps or so much time as in "100 steps" or "10 minutes"')
 
 
+def _micro_batch(value: object) -> object:
+    """``auto``, or a number of rows."""
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    if isinstance(value, str) and value.isdecimal() and int(value) > 0:
+        return int(value)
+    raise _refusal("it must be a number of rows, at least 1, or auto")
+
+
 def _loss_scale(value: object) -> object:
     if value == "dynamic":
         return value
@@ -175,4 +186,5 @@ PrecisionSetting = Annotated[tuple[tuple[str, str], ...], NoDecode, BeforeValida
 BytesSetting = Annotated[Annotated[float, Field(gt=0)], BeforeValidator(_bytes)]
 SaveEverySetting = Annotated[str, BeforeValidator(_save_every)]
 LossScaleSetting = Annotated[str | float, BeforeValidator(_loss_scale)]
+MicroBatchSetting = Annotated[int | str, BeforeValidator(_micro_batch)]
 ScheduleOption = Annotated[bool | int | float | str, BeforeValidator(_schedule_option)]

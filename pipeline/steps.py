@@ -44,8 +44,11 @@ class Steps:
         for table in self._tables.values():
             table.varying |= runner.varying
 
-    def read(self, source: Any, call: Call, *, mesh: Mesh, schedule: Schedule, limit: int, updates: int) -> Intake:
-        """Read up to ``limit`` items and agree on the step, which comes after so many ``updates``.  Collective."""
+    def read(
+        self, source: Any, call: Call, *, mesh: Mesh, schedule: Schedule, limit: int, rows: int | None, updates: int
+    ) -> Intake:
+        """Read up to ``limit`` items, for training so many ``rows`` where they are given, and agree on the step, which
+        comes after so many ``updates``.  Collective."""
         train = call is Call.TRAIN_BATCH
         self._number += 1
         mesh.board.begin(self._number)
@@ -57,6 +60,7 @@ class Steps:
             module=self._module,
             table=self._tables[train],
             limit=limit,
+            rows=rows if train else None,
             steps=updates,
         )
 

@@ -33,15 +33,19 @@ class Compressor:
 
     With ``feedback``, what one step leaves out is added to the gradients of the next (Seide et al., "1-Bit SGD", 2014;
     Karimireddy et al., "Error Feedback Fixes SignSGD", 2019).  It takes as much memory as the vector.  What a step has
-    left out that is not applied, or when the vector moves to another rank or into a checkpoint, is forgotten.
+    left out that is not applied, or when the vector moves to another rank or into a checkpoint, is forgotten.  The
+    first ``exact`` sums are as they should be: gradients change most then.
     """
 
-    __slots__ = ("_behind", "_exchange", "_method", "rest")
+    __slots__ = ("_behind", "_exact", "_exchange", "_method", "rest")
 
-    def __init__(self, method: Method, like: Tensor, exchange: Exchange, behind: Behind, *, feedback: bool) -> None:
+    def __init__(
+        self, method: Method, like: Tensor, exchange: Exchange, behind: Behind, *, feedback: bool, exact: int = 0
+    ) -> None:
         self._method = method
         self._exchange = exchange
         self._behind = behind
+        self._exact = exact
         self.rest = torch.zeros_like(like) if feedback else None
 
     def start(self, vector: Tensor) -> Pending:
@@ -49,6 +53,10 @@ class Compressor:
         return self._behind.start(partial(self._sum, vector))
 
     def _sum(self, vector: Tensor) -> None:
+        if self._exact > 0:
+            self._exact -= 1
+            self._exchange.all_reduce(vector, async_op=True).wait()
+            return
         if self.rest is not None:
             vector.add_(self.rest)
         self._method.sum(vector, self.rest, self._exchange)

@@ -24,7 +24,8 @@ from pipeline.mesh import Mesh
 __all__ = ["Ways", "ways_of"]
 
 _SUBJECTS = ("gradients", "parameters", "states")
-_SETTINGS = (*(f"comm_{name}" for name in _SUBJECTS), "comm_compress", "comm_rank", "comm_share", "comm_error_feedback")
+_HOW = ("comm_compress", "comm_rank", "comm_share", "comm_error_feedback", "comm_exact_steps")
+_SETTINGS = (*(f"comm_{name}" for name in _SUBJECTS), *_HOW)
 _ELEMENTS = (1 << 12, 1 << 18)  # of fp32, in the messages that are timed: 16 KiB and 1 MiB
 _RUNS = 3
 
@@ -62,7 +63,8 @@ class _Compressed(NamedTuple):
             "powersgd": partial(PowerSGD, config.comm_rank, shapes),
         }
         method = methods[config.comm_compress]()
-        return Compressor(method, gradients, self.exchange, self.behind, feedback=config.comm_error_feedback)
+        feedback, exact = config.comm_error_feedback, config.comm_exact_steps
+        return Compressor(method, gradients, self.exchange, self.behind, feedback=feedback, exact=exact)
 
 
 def ways_of(config: PipelineConfig, mesh: Mesh, before: Ways | None = None) -> Ways:

@@ -109,6 +109,7 @@ class Keeper:
         )
         values = {
             "items": progress.items,
+            "micro_batches": runner.plan.micro_batches,
             "losses": progress.losses,
             "loss_scale": None if progress.loss_scale is None else asdict(progress.loss_scale),
             "groups": None if updater is None else updater.settings(),

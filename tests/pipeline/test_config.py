@@ -301,6 +301,8 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
         "schedule_options": {"a": 1},
         "stages_per_rank": 2,
         "micro_batches": 4,
+        "global_batch": 64,
+        "micro_batch": 8,
         "data_parallel": 2,
         "zero": 1,
         "mesh_inside": "data",
@@ -315,6 +317,7 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
         "comm_rank": 2,
         "comm_share": 0.5,
         "comm_error_feedback": False,
+        "comm_exact_steps": 5,
         "partition": "uniform",
         "profile": "costs.json",
         "profile_runs": 3,
@@ -335,6 +338,7 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
         "recompute": "every",
         "memory_limit": "1GiB",
         "balance": "report",
+        "balance_micro_batch": "auto",
         "balance_window": 3,
         "balance_gain": 0.1,
         "balance_horizon": 10,
@@ -354,6 +358,9 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
     assert list(others) == list(PipelineConfig.model_fields)
     beside: dict[str, dict[str, Any]] = {  # those that do not go without another
         "memory_limit": {"recompute": "auto", "memory_limit": "2GiB"},
+        "global_batch": {"micro_batches": 4},
+        "micro_batch": {"global_batch": 64},
+        "balance_micro_batch": {"global_batch": 64},
         "save_every": {"save_to": "checkpoints"},
         "resume": {"save_to": "checkpoints"},
     }
@@ -361,6 +368,7 @@ def test_every_setting_counts_in_digest_and_differences() -> None:
     for name, value in others.items():
         default = PipelineConfig(**beside.get(name, {}))
         config = PipelineConfig(**{**beside.get(name, {}), name: value})
-        assert config.differences(default) == default.differences(config) == (name,)
+        follows = ("micro_batches",) if name == "micro_batch" and config.micro_batches != 8 else ()
+        assert config.differences(default) == default.differences(config) == (*follows, name)
         digests.add(config.digest())
     assert len(digests) == 1 + len(others)

@@ -59,8 +59,8 @@ def test_a_limit_below_everything_is_an_error_that_says_what_is_needed() -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"recompute": "auto"}, "set both or neither"),
-        ({"memory_limit": "8GiB"}, "set both or neither"),
+        ({"recompute": "auto"}, "keeps within memory_limit: set it too"),
+        ({"memory_limit": "8GiB", "partition": "uniform"}, "must know what layers keep and cost"),
         ({"memory_limit": "much", "recompute": "auto"}, "it must be a number of bytes, or one with a unit as in 8GiB"),
         ({"memory_limit": "1GiB", "recompute": "auto", "partition": "uniform"}, "must know what layers keep and cost"),
     ],
