@@ -1,13 +1,16 @@
 """A rank becomes twice as slow while training runs: how soon do the layers lie where they should, and does that pay?
 
-    python -m benchmarks.rebalance [--what sleeping gpt still] [--json]
+    python -m benchmarks.rebalance [--what sleeping gpt still sizes] [--json]
 
 `sleeping`: 4 ranks of 4 layers, F = I = W = 4 ms each, 8 micro-batches; from step 20 on all layers of rank 1 take twice
 as long.  `gpt`: 2 ranks, each on a core of its own, until at step 20 another process comes to the core of rank 1.
 Within 10 steps a step must take at most 1.05 times what it takes with the cuts that the exact split gives for the true
 speeds, which are measured afterwards, in turn; what the decision and the move took must be saved within 20 steps; and
 the losses must have the same bits as those of a run that never moves.  `still`: with `balance = "report"` nothing
-moves, nor does anything in 500 steps of sleeping layers whose times are off by up to a tenth.
+moves, nor does anything in 500 steps of sleeping layers whose times are off by up to a tenth.  `sizes`: with
+`balance_micro_batch = "auto"`, on 4 ranks of layers that take a + b·rows, 64 rows a step: the size of micro-batches
+after 10 steps, and again 10 steps after a and b have changed, over the best of all; losses beside those of a fixed
+size in fp64; and with a memory cap the largest size over what it allows.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ BEFORE, ADAPTING, AFTER = 20, 10, 10
 """Steps at full speed, steps in which layers must have moved, and steps that are timed then."""
 SLOW_RANK, FACTOR = 1, 2.0
 SECONDS = 0.004
-WHAT = {"sleeping": 4, "gpt": 2, "still": 4}
+WHAT = {"sleeping": 4, "gpt": 2, "still": 4, "sizes": 4}
 """What there is to measure, with its number of ranks."""
 
 
@@ -42,7 +45,7 @@ def main() -> int:
     parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT))
     options = parser.parse_args()
     if options.worker:
-        {"sleeping": sleeping, "gpt": pinned, "still": still}[options.what[0]]()
+        {"sleeping": sleeping, "gpt": pinned, "still": still, "sizes": sizes}[options.what[0]]()
         return 0
     rows = []
     for what in options.what:
@@ -144,6 +147,12 @@ def adapt(task: Problem, speeds: Sequence[float], ready: Callable[[], None]) -> 
             "notes": [f"cuts {found}, the best are {best}", *notes],
         }
     )
+
+
+def sizes() -> None:
+    from benchmarks import balanced_sizes
+
+    balanced_sizes.sizes()
 
 
 def steps_of(engine: Engine, task: Problem, count: int) -> tuple[list[float], list[float]]:

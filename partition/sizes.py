@@ -100,8 +100,8 @@ class SizeWatch:
     """Decides on the size of micro-batches while training runs, from what layers took at each size that was tried.
 
     A window of steps tells what layers take at one size.  Two sizes make a line for each layer, and so a prediction for
-    all sizes.  Layers that take otherwise than they did at the same size, by more than ``noise``, have changed: what was
-    known is forgotten, and the size next to the present one is looked at.
+    all sizes.  Layers that take otherwise than they did at the same size, by more than ``noise``, have changed: what
+    was known is forgotten, and the size next to the present one is looked at.
     """
 
     def __init__(self, rows: int, *, least_gain: float, noise: float = 1.15) -> None:
