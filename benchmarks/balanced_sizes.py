@@ -17,17 +17,21 @@ from torch.nn import functional
 
 from benchmarks.ranks import finish, median
 from benchmarks.sleeping_layers import sleep_until, wake_exactly
+from partition import Profile
 from partition.sizes import numbers_of
 from pipeline import LayerSpec, PipelineModule, initialize
 from pipeline.engine import Engine
 
-ROWS, WIDTH, LAYERS = 64, 8, 8
+ROWS, WIDTH, LAYERS = 64, 64, 8
 PACES = ((0.0002, 0.0002), (0.004, 0.00005))
 """Seconds a and b of each of F, I and W: at first rows cost, then calls do."""
 STEPS = 10
 SETTINGS = {"global_batch": ROWS, "balance_window": 3, "balance_gain": 0.03}
 CAP_NUMBER = 4
 """Micro-batches of a step, fewer of which are to be beyond the memory cap."""
+
+
+adamw = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
 
 
 class Clock:
@@ -64,10 +68,10 @@ class Paced(nn.Module):
         return y
 
 
-def engine_of(**settings: Any) -> Engine:
+def engine_of(profile: Profile | None = None, **settings: Any) -> Engine:
     module = PipelineModule([LayerSpec(Paced) for _ in range(LAYERS)], functional.mse_loss)
     config = {"partition": "uniform", "micro_batches": 8, **SETTINGS, **settings}
-    return initialize(module, config=config, optimizer=partial(torch.optim.AdamW, lr=0.01, eps=1e-4))
+    return initialize(module, config=config, optimizer=adamw, profile=profile)
 
 
 def items() -> Iterator[tuple[Tensor, Tensor]]:
@@ -102,8 +106,8 @@ def sizes() -> None:
         name = f"step with the size after {STEPS} steps over the best of all, a = {pace[0]}, b = {pace[1]}"
         found[name] = took[number], took[best], 1.05
     found["losses' largest difference from those of a fixed size, in 1e-12"] = largest / 1e-12 + 1e-9, 1, 1.0
-    limit = cap()
-    kept = engine_of(balance_micro_batch="auto", partition="profile", memory_limit=limit, micro_batches=16)
+    profile, limit = cap()
+    kept = engine_of(balance_micro_batch="auto", profile=profile, memory_limit=limit, micro_batches=16)
     _, numbers = run(kept)
     found["notes"] += [*kept.notes, f"with a memory cap: {numbers}"]
     found["rows of the largest micro-batch over those that the memory cap allows"] = (
@@ -129,12 +133,13 @@ def sweep(engine: Engine) -> list[dict[int, float]]:
     return every
 
 
-def cap() -> float:
-    """Bytes with which the fullest rank can have micro-batches of the size of ``CAP_NUMBER``, and none twice as large.
-    """
+def cap() -> tuple[Profile, float]:
+    """What layers keep, and bytes with which the fullest rank can have micro-batches of the size of ``CAP_NUMBER``, and
+    none twice as large."""
     Clock.pace = PACES[0]
-    engine = engine_of(partition="profile", micro_batches=CAP_NUMBER)
-    engine.train_batch(items())
-    predicted = engine.memory_report().predicted
+    timed = engine_of(partition="profile", micro_batches=CAP_NUMBER)
+    timed.train_batch(items())
+    predicted = engine_of(timed.profile, micro_batches=CAP_NUMBER).memory_report().predicted
+    assert timed.profile is not None
     assert predicted is not None
-    return 1.3 * max(rank.total for rank in predicted)
+    return timed.profile, 1.1 * max(rank.total for rank in predicted)

@@ -197,11 +197,16 @@ def _bytes(leaves: Iterable[Any]) -> int:
 
 
 def _kept_bytes(layer: Layer, value: Value, parameters: Sequence[Tensor]) -> int:
-    """Bytes that one micro-batch keeps alive from F to I, parameters not counted; each storage once."""
+    """Bytes that one micro-batch keeps alive from F to I, parameters not counted; each storage once.
+
+    Of the input, which may be cut from a whole batch, its own part.
+    """
     storages: dict[int, int] = {}
+    inputs = {x.untyped_storage().data_ptr(): x.nbytes for x in value.leaves if isinstance(x, Tensor)}
 
     def keep(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        place = tensor.untyped_storage().data_ptr()
+        storages[place] = inputs.get(place, tensor.untyped_storage().nbytes())
         return tensor
 
     if layer.recompute:

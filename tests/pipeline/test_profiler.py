@@ -11,8 +11,10 @@ from torch.nn.functional import mse_loss
 
 from partition import Profile, stage_costs
 from pipeline import LayerSpec, PipelineModule, initialize, run_local
+from pipeline.batch import Item
 from pipeline.links.local import current
 from pipeline.plan import Plan
+from pipeline.profiler import profile_alone
 from pipeline.speeds import rank_speeds, slowest_copies
 from schedules import Timeline, simulate
 
@@ -91,3 +93,11 @@ def test_a_layer_that_raises_while_it_is_timed_is_named() -> None:
     with pytest.raises(RuntimeError) as caught:
         engine.train_batch([(torch.ones(2, 4), torch.ones(2, 4))])
     assert caught.value.__notes__ == ["raised in layer 1 (Wrong), as layers were timed for the cuts"]
+
+
+def test_of_an_input_cut_from_a_batch_its_own_part_is_kept() -> None:
+    def kept(inputs: Tensor) -> int:
+        module = PipelineModule([LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 4)], mse_loss)
+        return profile_alone(module, Item(inputs, torch.zeros(2, 4)), runs=1).layers[0].activation_bytes
+
+    assert kept(torch.ones(64, 4)[:2]) == kept(torch.ones(2, 4)) == 2 * 4 * 4
