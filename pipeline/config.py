@@ -131,6 +131,20 @@ class PipelineConfig(BaseModel):
     matches counting, as in {"*": "bf16", "*norm*": "fp32"}. Patterns match types of layers, keys of tied ones, and
     numbers. Weights of 16 bits have a copy in fp32, which the optimizer steps on."""
 
+    precision_overflows: int | None = Field(None, ge=0)
+    """A layer in fp16 whose gradients are the first to overflow more often than this within precision_window steps
+    computes in fp32 for precision_rest steps. Without it none does."""
+
+    precision_window: int = Field(100, ge=1)
+    """Steps in which overflows of a layer are counted."""
+
+    precision_rest: int = Field(500, ge=1)
+    """Steps in which such a layer computes in fp32."""
+
+    precision_lower: bool = False
+    """Let layers compute in bf16 that have no type of their own and are measured to be faster so, by a tenth at least,
+    from the first precision_window steps without an overflow on."""
+
     loss_scale: LossScaleSetting = "dynamic"
     """Factor by which losses are multiplied before their backward where a layer computes in fp16: a number, or dynamic,
     which halves when gradients overflow, and such a step is skipped, and doubles after enough that do not."""

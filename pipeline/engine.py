@@ -29,6 +29,8 @@ from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on
 from pipeline.planned import Planned
 from pipeline.planning import changed, choose_plan, mesh_for, next_plan
+from pipeline.precision.adaptive import first_overflow
+from pipeline.precision.faster import faster_in_bf16
 from pipeline.precision.loss_scale import scaling_of
 from pipeline.precision.types import types_of
 from pipeline.runner import Runner
@@ -101,6 +103,7 @@ class Engine(Planned):
         if verdict.action != "apply":
             runner.undo()
             self._withhold(verdict)
+            self._adapt_precision(closing)
             self._keep(due=False, last=closing.stop)
             return closing.loss
         advice = self._health.observe(closing.squared_norms)
@@ -116,6 +119,7 @@ class Engine(Planned):
         self._guard.applied(self.steps, float(closing.loss))
         self.steps += 1
         self._balance(closing)
+        self._adapt_precision(closing)
         self._keep(due=closing.save, last=closing.stop)
         return closing.loss
 
@@ -143,6 +147,18 @@ class Engine(Planned):
             started = time.perf_counter()
             self._adopt(with_number(self.config, plan.micro_batches), self.mesh, plan)
             self.balancer.moved(time.perf_counter() - started)
+
+    def _adapt_precision(self, closing: Closing) -> None:
+        """Give layers other types, where that is due."""
+        told = len(self._precision.notes)
+        if self._precision.observe(first_overflow(closing)):
+            self._use_precision()
+        for note in self._precision.notes[told:] if self.mesh.rank == 0 else ():
+            warnings.warn(note, TrainingWarning, stacklevel=3)
+
+    def _use_precision(self) -> None:
+        config = self.config.model_copy(update={"precision": self._precision.precision})
+        self._adopt(config, self.mesh, self._planned().plan)
 
     def _keep(self, *, due: bool, last: bool) -> None:
         """Write a checkpoint, where one is due or it is the last step."""
@@ -178,7 +194,9 @@ class Engine(Planned):
 
         Raises ``CheckpointError`` on every rank when it cannot be written; without ``wait`` a later call tells.
         """
-        progress = Progress(self.steps, self.items, self.loss_scale, self._guard.losses)
+        progress = Progress(
+            self.steps, self.items, self.loss_scale, self._guard.losses, self._precision.state_dict()
+        )
         return self._keeper.save(directory, self._planned(), progress, self.profile, wait=wait)
 
     def finish_saving(self) -> Path:
@@ -214,6 +232,9 @@ class Engine(Planned):
         progress = self._keeper.restore(opened, self._planned())
         self.steps, self.items = progress.steps, progress.items
         self._guard.resume(progress.losses)
+        self._precision.load_state_dict(progress.precision)
+        if self._precision.precision != self.config.precision:
+            self._use_precision()
         if self.loss_scale is not None and progress.loss_scale is not None:
             self.loss_scale = progress.loss_scale
         return opened.path
@@ -292,6 +313,10 @@ class Engine(Planned):
             self.config, self.module, self.mesh, self.schedule, self._random, item=item, profile=self.profile
         )
         ways = ways_of(self.config, self.mesh)
+        if self.config.precision_lower and self.profile is not None:
+            self._precision.may_lower(
+                faster_in_bf16(self.config, self.module, self.mesh, self.schedule, self._random, item, self.profile)
+            )
         runner = Runner(plan, self.module, self.config, self.mesh, ways, self._random, *self._make)
         self._run_steps.learn_varying(runner)
         self._install(runner)

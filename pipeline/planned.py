@@ -20,6 +20,8 @@ from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
 from pipeline.plan import Plan, agree_on, environment, plan_for
 from pipeline.planning import planned_costs, predicted_memory
+from pipeline.precision.adaptive import AdaptivePrecision
+from pipeline.precision.types import types_of
 from pipeline.recorder import measured_timeline
 from pipeline.runner import Runner
 from pipeline.state import gather_to_first, load_named, named_state
@@ -48,6 +50,7 @@ class Planned:
         self.steps = 0
         """Updates applied so far."""
         self._make = make
+        self._precision = AdaptivePrecision(config, module, types_of(config.precision, module))
         self._size_reason = ""  # of micro-batches, where that was to be chosen
         self._kept: dict[int, dict[str, float]] = {}  # what layers kept after the steps when somebody asked
         self._runner: Runner | None = None
@@ -90,8 +93,9 @@ class Planned:
     def notes(self) -> tuple[str, ...]:
         """What was chosen, and why: how ranks are arranged, micro-batches cut, and what is shared exchanged; then what
         the balancer saw, did and expects."""
+        chosen = [self.mesh.reason, self._size_reason, *self._planned().ways.reasons]
         moved = [] if self.balancer is None else self.balancer.notes
-        return (*filter(None, (self.mesh.reason, self._size_reason)), *self._planned().ways.reasons, *moved)
+        return (*filter(None, chosen), *self._precision.notes, *moved)
 
     # -- state -----------------------------------------------------------------------------------------------
 

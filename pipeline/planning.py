@@ -13,7 +13,7 @@ from partition.recompute import choose_cuts_and_recomputed, choose_recomputed, r
 from partition.sizes import costs_at
 from pipeline.batch import Item
 from pipeline.config import PipelineConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, NotPlanned
 from pipeline.layer import RandomSource
 from pipeline.mesh import Mesh, Traffic, make_mesh
 from pipeline.module import PipelineModule
@@ -95,16 +95,19 @@ def choose_plan(
     return plan, profile
 
 
-def item_of_first(item: Item | None, mesh: Mesh, schedule: Schedule) -> Item:
-    """The micro-batch on the rank of the first stage, on every rank.  Collective."""
-    found: Item = mesh.world.broadcast_object(item, mesh.world_rank(0, schedule.rank_of_stage[schedule.first_stage(0)]))
+def item_of_first(item: Item | None, mesh: Mesh, schedule: Schedule) -> Item | None:
+    """The micro-batch on the rank of the first stage, on every rank; None where that has none.  Collective."""
+    first = mesh.world_rank(0, schedule.rank_of_stage[schedule.first_stage(0)])
+    found: Item | None = mesh.world.broadcast_object(item, first)
     return found
 
 
 def profile_on(
-    item: Item, config: PipelineConfig, module: PipelineModule, mesh: Mesh, random: RandomSource
+    item: Item | None, config: PipelineConfig, module: PipelineModule, mesh: Mesh, random: RandomSource
 ) -> Profile:
     """What the layers cost on this micro-batch.  Collective."""
+    if item is None:
+        raise NotPlanned("there is no micro-batch to time the layers on; call train_batch, eval_batch or forward first")
     mesh.board.at(At.PROFILE)
     return profile_layers(
         module,

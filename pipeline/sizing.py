@@ -11,6 +11,7 @@ from partition import OutOfMemory, Profile, predict_timeline
 from partition.sizes import Sized, best, costs_at, tried
 from pipeline.batch import Item, rows_of
 from pipeline.config import PipelineConfig
+from pipeline.errors import NotPlanned
 from pipeline.layer import RandomSource
 from pipeline.mesh import Mesh
 from pipeline.module import PipelineModule
@@ -44,6 +45,8 @@ def choose_size(
     within ``memory_limit``.
     """
     whole = item_of_first(item, mesh, schedule)
+    if whole is None:
+        raise NotPlanned("the size of micro-batches is chosen when the first one has been seen; call train_batch first")
     rows = rows_of(whole) or 1
     other = _resized(whole, rows // 2 if rows > 1 else 2)
     profiles = [profile_on(one, config, module, mesh, random) for one in (whole, other)]

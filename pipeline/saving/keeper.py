@@ -39,9 +39,10 @@ class Progress(NamedTuple):
     """How far training has come, beside the values of the model and the optimizer."""
 
     steps: int
-    items: int  # micro-batches that each data-parallel rank has trained on
+    items: int  # of its iterator that each data-parallel rank has trained on
     loss_scale: LossScale | None
     losses: tuple[float, ...]  # of the last steps, by which spikes are told
+    precision: dict[str, Any]  # which layers have other types than at first, and why
 
 
 class Keeper:
@@ -111,6 +112,7 @@ class Keeper:
             "items": progress.items,
             "micro_batches": runner.plan.micro_batches,
             "losses": progress.losses,
+            "precision": progress.precision,
             "loss_scale": None if progress.loss_scale is None else asdict(progress.loss_scale),
             "groups": None if updater is None else updater.settings(),
             "scheduler": None if updater is None or updater.scheduler is None else updater.scheduler.state_dict(),
@@ -165,7 +167,7 @@ class Keeper:
             self._give(name, states[name])
         scale = header["loss_scale"]
         scale = None if scale is None else LossScale(**scale)
-        return Progress(opened.manifest.steps, header["items"], scale, header["losses"])
+        return Progress(opened.manifest.steps, header["items"], scale, header["losses"], header["precision"])
 
     def _give(self, name: str, states: list[Any]) -> None:
         self._things[name].load_state_dict(self._own(name, states))
