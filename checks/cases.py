@@ -189,17 +189,6 @@ CASES: tuple[Case, ...] = (
             ),
         ),
         (
-            "a layer raises at micro-batch 3, caught, train again",
-            "the same bits as if the failed step had not been",
-            (
-                "nothing_is_left_of_a_step_that_failed",
-                "nothing_is_left_of_a_step_that_failed_between_processes",
-                "nothing_is_left_of_an_update_that_failed",
-                "an_update_that_failed_on_one_rank_is_told_on_all",
-                "an_evaluation_that_failed",
-            ),
-        ),
-        (
             "micro-batch 1 finishes before micro-batch 0",
             "losses and outputs are told by number",
             ("results_are_told_by_micro_batch_and_not_by_when_they_are_ready",),
@@ -225,6 +214,20 @@ CASES: tuple[Case, ...] = (
                 "a_loss_added_in_the_middle",
                 "losses_added_at_either_end_and_by_the_loss_itself",
                 "parameters_that_only_an_added_loss_trains",
+            ),
+        ),
+    ),
+    *of(
+        "test_failures.py",
+        (
+            "a layer raises at micro-batch 3, caught, train again",
+            "the same bits as if the failed step had not been",
+            (
+                "nothing_is_left_of_a_step_that_failed",
+                "nothing_is_left_of_a_step_that_failed_between_processes",
+                "nothing_is_left_of_an_update_that_failed",
+                "an_update_that_failed_on_one_rank_is_told_on_all",
+                "an_evaluation_that_failed",
             ),
         ),
         (

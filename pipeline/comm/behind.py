@@ -24,9 +24,12 @@ class Behind(Protocol):
         """Run ``work`` behind the caller, whose tensors it has until the wait has returned."""
 
 
-def behind(device: torch.device) -> Behind:
-    """One for tensors on this device."""
-    return _OnStream(device) if uses_streams(device) else _InThread()
+def behind(device: torch.device, *, threads: bool) -> Behind:
+    """One for tensors on this device.  Ranks that are ``threads`` of one process exchange on a stream that all of them
+    use, so that there nothing may go aside."""
+    if uses_streams(device):
+        return AT_ONCE if threads else _OnStream(device)
+    return _InThread()
 
 
 class _AtOnce:

@@ -76,7 +76,7 @@ def ways_of(config: PipelineConfig, mesh: Mesh, before: Ways | None = None) -> W
     chosen_by = (id(mesh.replicas), *(getattr(config, name) for name in _SETTINGS))
     if before is not None and before.chosen_by == chosen_by:
         return before
-    aside = behind(mesh.device)
+    aside = behind(mesh.device, threads=mesh.random_lock is not None)
     wanted = {subject: getattr(config, f"comm_{subject}") for subject in _SUBJECTS}
     columns = _by_nodes(mesh, required="hierarchical" in wanted.values())
     found: dict[str, Exchange] = dict.fromkeys(_SUBJECTS, mesh.replicas)

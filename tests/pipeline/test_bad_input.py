@@ -98,7 +98,7 @@ def refuse(ranks: int, act: Callable[[], Any], error: type[Exception], *parts: s
             "micro_batches = 0 is not possible: it must be greater than or equal to 1",
         ),
         (2, {"micro_batches": 2.5}, ConfigError, "micro_batches = 2.5 is not possible: it must be a valid integer"),
-        (2, {"micro_batch": 4}, ConfigError, "there is no setting 'micro_batch'; did you mean 'micro_batches'?"),
+        (2, {"micro_batchs": 4}, ConfigError, "there is no setting 'micro_batchs'; did you mean 'micro_batches'?"),
         (3, {"schedule": "in-rounds"}, ImpossibleShape, "needs a multiple of ranks, not 4 with 3 ranks"),
         (3, {"schedule": "in-rounds"}, ImpossibleShape, "set micro_batches to 3 or 6"),
         (5, {}, FewerLayersThanStages, "4 layers cannot fill 5 stages"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from partition import LayerCost, Profile
 from pipeline import LayerSpec, PipelineConfig, PipelineModule, initialize, run_local
 from pipeline.batch import Item
-from pipeline.comm.behind import AT_ONCE
+from pipeline.comm.behind import AT_ONCE, behind
 from pipeline.comm.compress import Bf16, Compressor, Method, PowerSGD, TopK
 from pipeline.comm.ways import Ways, ways_of
 from pipeline.errors import ConfigError, StepFailed
@@ -154,6 +154,27 @@ def test_a_layer_that_raises_fails_the_step_on_all_ranks_and_the_next_is_clean(s
     results = run_local(fails_once, 4, settings, timeout=20.0)
     assert [len(losses) for losses in results] == [4] * 4
     assert results == [results[0]] * 4
+
+
+@pytest.mark.cuda
+def test_exchanges_on_a_stream_wait_for_what_is_queued_and_are_waited_for() -> None:
+    device = torch.device("cuda", 0)
+    aside = behind(device, threads=False)
+    x = torch.zeros(1 << 24, device=device)
+    for number in range(1, 20):
+        x.fill_(number)  # queued on the current stream
+        result = torch.empty_like(x)
+        pending = aside.start(partial(torch.mul, x, 2, out=result))
+        pending.wait()
+        assert float((result - 2 * number).abs().max()) == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("zero", [0, 3])
+def test_training_by_nodes_on_an_accelerator(zero: int) -> None:
+    case, layout = transformer_case(RECIPE, 4, optimizer=adamw), Layout("1f1b", 4, data_parallel=4)
+    found = run(case, layout, zero=zero, device="cuda", ranks_per_node=2, **BY_NODES)
+    agree(found, plainly(case, layout, found.before), str(layout), 1e-9)
 
 
 # -- compression ---------------------------------------------------------------------------------------------
