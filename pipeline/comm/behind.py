@@ -11,6 +11,7 @@ import torch
 
 from pipeline.device import uses_streams
 from pipeline.links.protocol import DONE, Pending
+from pipeline.switching import quick_switching
 
 __all__ = ["AT_ONCE", "Behind", "behind"]
 
@@ -90,6 +91,7 @@ def _end() -> None:
     raise _End
 
 
+@quick_switching()
 def _serve(queue: SimpleQueue[tuple[Work, _Outcome]]) -> None:
     while True:
         work, outcome = queue.get()

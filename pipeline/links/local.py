@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
@@ -16,6 +15,7 @@ from pipeline.errors import ConfigError, LinkError, MessageMismatch, RankDied
 from pipeline.links.local_group import LocalGroup
 from pipeline.links.protocol import lane_name, not_a_peer, own_part, wait_text
 from pipeline.links.threads import Ticket, World
+from pipeline.switching import quick_switching
 from pipeline.watch import At, Board
 
 __all__ = ["LocalLink", "LocalTransport", "current", "run_local", "single"]
@@ -23,7 +23,6 @@ __all__ = ["LocalLink", "LocalTransport", "current", "run_local", "single"]
 Result = TypeVar("Result")
 
 _current: contextvars.ContextVar[LocalTransport | None] = contextvars.ContextVar("local_transport", default=None)
-_SWITCH_INTERVAL = 0.0002  # seconds that a rank which was woken may wait for one that computes in Python
 _PATIENCE = 5.0  # seconds for the other ranks to notice that one has failed
 
 
@@ -208,14 +207,10 @@ def run_local(worker: Callable[..., Result], ranks: int, *args: object, timeout:
 
     # A context of its own for each thread: a copy of the caller's, with the rank's transport in it.
     contexts = [contextvars.copy_context() for _ in range(ranks)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(min(interval, _SWITCH_INTERVAL))
-    try:
+    with quick_switching():
         for rank, context in enumerate(contexts):
             Thread(target=context.run, args=(run, rank), name=f"rank {rank}", daemon=True).start()
         running = _collect(world, over)
-    finally:
-        sys.setswitchinterval(interval)
     if world.failure is not None:
         if world.failed_rank >= 0:
             world.failure.add_note(f"raised on rank {world.failed_rank} of {ranks} in run_local")

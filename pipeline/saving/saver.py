@@ -24,6 +24,7 @@ from pipeline.links.protocol import Group
 from pipeline.mesh import Mesh
 from pipeline.saving import files, folder
 from pipeline.saving.manifest import FileSum, Manifest, file_sum
+from pipeline.switching import quick_switching
 
 __all__ = ["HEADER", "PROFILE", "Contents", "Saver"]
 
@@ -142,7 +143,8 @@ class Saver:
     def _run(self, job: _Job) -> None:
         started = time.perf_counter()
         try:
-            job.run()
+            with quick_switching():  # or training waits for what is written in Python
+                job.run()
         except (OSError, RuntimeError, PipelineError) as error:
             where = job.directory / folder.name_of(job.contents.manifest.steps)
             self._problem = f"cannot write the checkpoint {where}: {error}"
