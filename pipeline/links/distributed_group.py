@@ -46,10 +46,10 @@ class DistributedGroup:
         return self._start("all_reduce", async_op, dist.all_reduce, tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
-        return self._start("reduce_scatter", async_op, dist.reduce_scatter_tensor, output, input)
+        return self._start("reduce_scatter", async_op, dist.reduce_scatter_single, output, input)
 
     def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
-        return self._start("all_gather_into", async_op, dist.all_gather_into_tensor, output, input)
+        return self._start("all_gather_into", async_op, dist.all_gather_single, output, input)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._start("broadcast", False, dist.broadcast, tensor, group_src=source)

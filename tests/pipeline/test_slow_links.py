@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -24,6 +26,7 @@ from pipeline.links.protocol import Exchange
 from pipeline.mesh import Mesh, Traffic, make_mesh
 from tests.pipeline.layouts import Layout
 from tests.pipeline.models import Recipe, adamw, restless
+from tests.pipeline.processes import try_processes
 from tests.pipeline.reference import agree, plainly
 from tests.pipeline.running import everywhere, run, same_bits, train_here, transformer_case
 
@@ -154,6 +157,42 @@ def test_a_layer_that_raises_fails_the_step_on_all_ranks_and_the_next_is_clean(s
     results = run_local(fails_once, 4, settings, timeout=20.0)
     assert [len(losses) for losses in results] == [4] * 4
     assert results == [results[0]] * 4
+
+
+class Dies(nn.Module):
+    """A layer whose process is killed in the second step, on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2 and os.environ.get("RANK") == "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result: Tensor = self.linear(x)
+        return result
+
+
+def train_with_one_that_dies(settings: dict[str, Any]) -> None:
+    module = PipelineModule([LayerSpec(Dies)], nn.functional.mse_loss)
+    config = {"data_parallel": 4, "ranks_per_node": 2, "micro_batches": 1, "partition": "uniform", **settings}
+    engine = initialize(module, config=config, optimizer=torch.optim.SGD)
+    for _ in range(3):
+        engine.train_batch(iter([Item(torch.ones(2, 3), torch.zeros(2, 3))]))
+
+
+@pytest.mark.parametrize("settings", [{**BY_NODES, "zero": 3}, {**BY_NODES, "comm_compress": "topk"}], ids=str)
+def test_a_rank_that_dies_ends_the_others_soon(settings: dict[str, Any]) -> None:
+    """Also those that wait in an exchange behind the computation, for which a wait may take 300 seconds."""
+    endings = try_processes(train_with_one_that_dies, 4, settings, timeout=60.0)
+    assert endings[2].exit_code == -signal.SIGKILL
+    for ending in (*endings[:2], endings[3]):
+        assert ending.exit_code == 1
+        assert "RankDied" in (ending.error or "")
+        assert ending.seconds < 30.0
+    assert any("rank 2 has died" in (ending.error or "") for ending in endings)
 
 
 @pytest.mark.cuda
