@@ -269,7 +269,7 @@ class Engine(Planned):
         """Go on by another Plan.  Collective."""
         old = self._planned()
         holding = hold(old)
-        ways = ways_of(config, mesh, old.ways)
+        ways = ways_of(config, mesh, old.ways, timed=self.profile is not None)
         new = Runner(plan, self.module, config, mesh, ways, self._random, *self._make, before=old)
         moved = move(holding, old, new, self.module, mesh)
         self.config, self.mesh = config, mesh
@@ -312,7 +312,7 @@ class Engine(Planned):
         plan, self.profile = choose_plan(
             self.config, self.module, self.mesh, self.schedule, self._random, item=item, profile=self.profile
         )
-        ways = ways_of(self.config, self.mesh)
+        ways = ways_of(self.config, self.mesh, timed=self.profile is not None)
         if self.config.precision_lower and self.profile is not None:
             self._precision.may_lower(
                 faster_in_bf16(self.config, self.module, self.mesh, self.schedule, self._random, item, self.profile)

@@ -66,6 +66,7 @@ class Executor:
         self.schedule = program.schedule
         self.rank = rank
         self._stages = stages
+        self._shared = [(stage.number, stage.shards) for stage in stages.values() if stage.shards is not None]
         self._link = link
         self._peers = peers
         self._board = board
@@ -202,6 +203,9 @@ class Executor:
         self._step = step
         board, starts, ends, clock = self._board, self.stamps.starts, self.stamps.ends, time.perf_counter
         self.stamps.begin = clock()
+        self.stamps.beside = []
+        for _, shards in self._shared:
+            shards.exchanged = []
         try:
             for inbox in self._inboxes.values():
                 inbox.open(step.forms)
@@ -345,9 +349,9 @@ class Executor:
     def _finish(self) -> None:
         for key in tuple(self._step.sending):
             self._wait_send(key)
-        for stage in self._stages.values():
-            if stage.shards is not None:
-                stage.shards.settle()
+        for number, shards in self._shared:
+            shards.settle()
+            self.stamps.beside += [one._replace(what=f"{one.what} {number}") for one in shards.exchanged]
 
 
 _LANES: tuple[tuple[int, Literal["F", "B"]], ...] = ((LANE_F, "F"), (LANE_B, "B"))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partition import Profile, predict_timeline
+from partition import Profile
 from partition.errors import FewerLayersThanStages
 from pipeline.balance import Balancer
 from pipeline.build import ParamGroups, check_ready_modules
@@ -22,6 +22,7 @@ from pipeline.plan import Plan, agree_on, environment, plan_for
 from pipeline.planning import planned_costs, predicted_memory
 from pipeline.precision.adaptive import AdaptivePrecision
 from pipeline.precision.types import types_of
+from pipeline.predicting import predict_step
 from pipeline.recorder import measured_timeline
 from pipeline.runner import Runner
 from pipeline.state import gather_to_first, load_named, named_state
@@ -147,7 +148,8 @@ class Planned:
         costs = planned_costs(self.config, plan, self.profile)
         if self.balancer is not None and self.balancer.profile is not None:
             costs = self.balancer.profile
-        return predict_timeline(costs, plan.partition, self.schedule)
+        runner = self._planned()
+        return predict_step(costs, plan, self.schedule, runner.sharing, runner.ways)
 
     def memory_report(self, since: int | None = None) -> MemoryReport:
         """What each rank of the pipeline holds now, in bytes, beside what was predicted where there is a profile.

@@ -82,7 +82,7 @@ class Runner:
             compiler=config.compile,
             before=Before(NO_LAYERS) if before is None else before.leave(),
         )
-        self._sharing = _sharing(config, self.zero, self.schedule, plan)
+        self.sharing = _sharing(config, self.zero, self.schedule, plan)
         loss = Layer(len(module), "loss", lambda pair: module.loss_fn(*pair), random, cast=loss_cast(types))
         self.stages = {stage: self._stage(stage, layers, loss) for stage, layers in layers_of_stage.items()}
         self.varying = _varying_stages(module, self.schedule, plan)
@@ -127,13 +127,13 @@ class Runner:
             used = tuple(homes[storage] for storage in dict.fromkeys(storages))
             matrices = tuple(shard for shard in own if shard.vector.sort.matrix)
             found.append(LayerShards(layer, used, matrices, tuple(s for s in own if s not in matrices)))
-        stay = self._sharing.gather != "pass" or stage in self._sharing.stays
+        stay = self.sharing.gather != "pass" or stage in self.sharing.stays
         return StageShards(
             found,
             in_parts=self.zero > 0,
             stay=stay,
             ahead=self._config.zero_whole_layers - 1,
-            bucketed=self._sharing.reduce == "pass",
+            bucketed=self.sharing.reduce == "pass",
         )
 
     def _world_rank_of_layer(self) -> dict[Held, int]:
@@ -157,7 +157,7 @@ class Runner:
         if found is not None:
             return found
         restrict = shortened if train else forwards_of
-        program = lower(restrict(self.schedule, micro_batches), self._sharing)
+        program = lower(restrict(self.schedule, micro_batches), self.sharing)
         made = Executor(
             program,
             self.mesh.pipe_rank,

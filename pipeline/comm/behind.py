@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
@@ -10,7 +11,7 @@ from typing import Protocol
 import torch
 
 from pipeline.device import uses_streams
-from pipeline.links.protocol import DONE, Pending
+from pipeline.links.protocol import DONE, Collective
 from pipeline.switching import quick_switching
 
 __all__ = ["AT_ONCE", "Behind", "behind"]
@@ -21,7 +22,7 @@ Work = Callable[[], None]
 class Behind(Protocol):
     """Runs exchanges in the order in which they are started, the same on every rank."""
 
-    def start(self, work: Work) -> Pending:
+    def start(self, work: Work) -> Collective:
         """Run ``work`` behind the caller, whose tensors it has until the wait has returned."""
 
 
@@ -36,7 +37,7 @@ def behind(device: torch.device, *, threads: bool) -> Behind:
 class _AtOnce:
     """What runs in the caller, since that is behind already."""
 
-    def start(self, work: Work) -> Pending:
+    def start(self, work: Work) -> Collective:
         work()
         return DONE
 
@@ -51,7 +52,7 @@ class _InThread:
         self._queue: SimpleQueue[tuple[Work, _Outcome]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, work: Work) -> Pending:
+    def start(self, work: Work) -> Collective:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name="exchanges", daemon=True)
             self._thread.start()
@@ -66,11 +67,12 @@ class _InThread:
 class _Outcome:
     """The wait for an exchange in a thread."""
 
-    __slots__ = ("_done", "error")
+    __slots__ = ("_done", "ended", "error")
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self.error: BaseException | None = None
+        self.ended: float | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         # Each collective has the time-out of its transport, and ends the work with an error.
@@ -80,6 +82,7 @@ class _Outcome:
 
     def over(self, error: BaseException | None) -> None:
         self.error = error
+        self.ended = time.perf_counter()
         self._done.set()
 
 
@@ -118,7 +121,7 @@ class _OnStream:
         self._stream = torch.Stream(device)
 
     @torch.no_grad()
-    def start(self, work: Work) -> Pending:
+    def start(self, work: Work) -> Collective:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             work()
@@ -129,6 +132,7 @@ class _Recorded:
     """The wait of a stream for what another was given to do."""
 
     __slots__ = ("_device", "_event")
+    ended = None
 
     def __init__(self, event: torch.Event, device: torch.device) -> None:
         self._event = event

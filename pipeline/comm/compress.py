@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.comm.behind import Behind
-from pipeline.links.protocol import Exchange, Pending
+from pipeline.links.protocol import Collective, Exchange
 
 __all__ = ["Bf16", "Compressor", "Method", "PowerSGD", "TopK"]
 
@@ -48,7 +48,7 @@ class Compressor:
         self._exact = exact
         self.rest = torch.zeros_like(like) if feedback else None
 
-    def start(self, vector: Tensor) -> Pending:
+    def start(self, vector: Tensor) -> Collective:
         """Start to sum the vector in place.  Collective over the exchange's members."""
         return self._behind.start(partial(self._sum, vector))
 

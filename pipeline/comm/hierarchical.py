@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.comm.behind import Behind
-from pipeline.links.protocol import DONE, Group, Pending
+from pipeline.links.protocol import DONE, Collective, Group
 
 __all__ = ["HierarchicalExchange"]
 
@@ -33,19 +33,19 @@ class HierarchicalExchange:
         self._outer = outer
         self._behind = behind
 
-    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Pending:
+    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Collective:
         return self._run(partial(self._all_reduce, tensor), async_op)
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
+    def reduce_scatter(self, output: Tensor, input: Tensor, async_op: bool = False) -> Collective:
         return self._run(partial(self._reduce_scatter, output, input), async_op)
 
-    def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
+    def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Collective:
         return self._run(partial(self._all_gather, output, input), async_op)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._run(partial(self._broadcast, tensor, source), False)
 
-    def _run(self, work: partial[None], async_op: bool) -> Pending:
+    def _run(self, work: partial[None], async_op: bool) -> Collective:
         """Always in the order of calls, so that a call that waits does not overtake one that has been started."""
         pending = self._behind.start(work)
         if async_op:

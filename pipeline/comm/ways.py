@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -18,7 +18,7 @@ from pipeline.comm.hierarchical import HierarchicalExchange
 from pipeline.config import PipelineConfig
 from pipeline.device import synchronise
 from pipeline.errors import ConfigError
-from pipeline.links.protocol import Exchange, Group, Pending
+from pipeline.links.protocol import Collective, Exchange, Group
 from pipeline.mesh import Mesh
 
 __all__ = ["Ways", "ways_of"]
@@ -41,7 +41,14 @@ class Ways:
     reasons: tuple[str, ...]
     chosen_by: tuple[object, ...]
     """Equal where the same would be chosen again."""
+    _lines: Mapping[str, Sequence[_Line]]
     _compressed: _Compressed | None
+
+    def seconds(self, subject: str, size: int) -> float:
+        """What a vector of so many bytes takes, as measured: of gradients to be summed, or parameters to be gathered;
+        0 for what was not measured."""
+        lines = self._lines.get(subject, ())
+        return min((line.latency + line.per_byte * size for line in lines), default=0.0) if size else 0.0
 
     def compressor(self, gradients: Tensor, shapes: Shapes) -> Compressor | None:
         """What sums these gradients, of parameters of these shapes; None where they are summed as they are."""
@@ -67,8 +74,9 @@ class _Compressed(NamedTuple):
         return Compressor(method, gradients, self.exchange, self.behind, feedback=feedback, exact=exact)
 
 
-def ways_of(config: PipelineConfig, mesh: Mesh, before: Ways | None = None) -> Ways:
-    """The ways that the settings ask for.  Collective over all ranks, which choose the same.
+def ways_of(config: PipelineConfig, mesh: Mesh, before: Ways | None = None, *, timed: bool = False) -> Ways:
+    """The ways that the settings ask for, ``timed`` so that a step can be predicted.  Collective over all ranks, which
+    choose the same.
 
     ``before`` are those that there were; they stay if nothing that they depend on has changed.  Raises ``ConfigError``
     where ranks are to exchange by nodes that hold unequal numbers of them.
@@ -81,6 +89,7 @@ def ways_of(config: PipelineConfig, mesh: Mesh, before: Ways | None = None) -> W
     columns = _by_nodes(mesh, required="hierarchical" in wanted.values())
     found: dict[str, Exchange] = dict.fromkeys(_SUBJECTS, mesh.replicas)
     reasons: list[str] = []
+    lines: dict[str, list[_Line]] = {}
     if columns is not None and set(wanted.values()) != {"flat"}:
         inner, outer = _groups(mesh, columns, "")
         layered = HierarchicalExchange(mesh.replicas, inner, outer, aside)
@@ -88,8 +97,13 @@ def ways_of(config: PipelineConfig, mesh: Mesh, before: Ways | None = None) -> W
             if way == "hierarchical":
                 found[subject] = layered
             elif way == "auto":
-                found[subject], reason = _faster(subject, mesh.replicas, layered, mesh)
+                lines[subject] = [_line(subject, one, mesh) for one in (mesh.replicas, layered)]
+                found[subject], reason = _faster(subject, mesh.replicas, layered, *lines[subject])
                 reasons.append(reason)
+    if timed and mesh.data > 1:
+        for subject in ("gradients", "parameters"):
+            if subject not in lines:
+                lines[subject] = [_line(subject, found[subject], mesh)]
     compressed = None
     if config.comm_compress != "none" and mesh.data > 1:
         exchange: Exchange
@@ -99,7 +113,7 @@ def ways_of(config: PipelineConfig, mesh: Mesh, before: Ways | None = None) -> W
         else:
             exchange = mesh.split(mesh.columns(), "compressed")
         compressed = _Compressed(config, exchange, aside)
-    return Ways(found["gradients"], found["parameters"], found["states"], tuple(reasons), chosen_by, compressed)
+    return Ways(found["gradients"], found["parameters"], found["states"], tuple(reasons), chosen_by, lines, compressed)
 
 
 # -- by nodes ------------------------------------------------------------------------------------------------
@@ -144,13 +158,13 @@ class _BySize:
         self.ranks, self.rank = small.ranks, small.rank
         self._small, self._large, self._size = small, large, size
 
-    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Pending:
+    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Collective:
         return self._for(tensor).all_reduce(tensor, async_op)
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
+    def reduce_scatter(self, output: Tensor, input: Tensor, async_op: bool = False) -> Collective:
         return self._for(input).reduce_scatter(output, input, async_op)
 
-    def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
+    def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Collective:
         return self._for(output).all_gather_into(output, input, async_op)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -170,9 +184,10 @@ class _Line(NamedTuple):
         return f"{1e3 * self.latency:.2g} ms + {1e3 * 2**20 * self.per_byte:.3g} ms/MiB"
 
 
-def _faster(subject: str, flat: Exchange, layered: Exchange, mesh: Mesh) -> tuple[Exchange, str]:
-    """The way that takes less time for each size of message, by what both are measured to take; and why."""
-    direct, nodes = _line(subject, flat, mesh), _line(subject, layered, mesh)
+def _faster(
+    subject: str, flat: Exchange, layered: Exchange, direct: _Line, nodes: _Line
+) -> tuple[Exchange, str]:
+    """The way that takes less time for each size of message, by what both were measured to take; and why."""
     about = f"flat {direct}, by nodes {nodes}"
     if nodes.per_byte >= direct.per_byte:
         return flat, f"{subject}: flat ({about})"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from pipeline.device import on_host
 from pipeline.errors import LinkError
 from pipeline.links.distributed_link import translated
-from pipeline.links.protocol import DONE, Pending
+from pipeline.links.protocol import DONE, Collective
 
 __all__ = ["DistributedGroup"]
 
@@ -42,13 +44,13 @@ class DistributedGroup:
         self._world_rank = world_rank
         self._started = started
 
-    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Pending:
+    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Collective:
         return self._start("all_reduce", async_op, dist.all_reduce, tensor)
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
+    def reduce_scatter(self, output: Tensor, input: Tensor, async_op: bool = False) -> Collective:
         return self._start("reduce_scatter", async_op, dist.reduce_scatter_single, output, input)
 
-    def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
+    def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Collective:
         return self._start("all_gather_into", async_op, dist.all_gather_single, output, input)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -73,10 +75,13 @@ class DistributedGroup:
         # Not the backend's own, which on an accelerator would wait for everything that is queued there.
         self.all_reduce(torch.zeros(1, dtype=torch.uint8))  # whatever the default type of either rank is
 
-    def _start(self, call: str, async_op: bool, function: Callable[..., Any], *tensors: Any, **options: Any) -> Pending:
+    def _start(
+        self, call: str, async_op: bool, function: Callable[..., Any], *tensors: Any, **options: Any
+    ) -> Collective:
         work = self._run(call, function, *tensors, async_op=True, **options)
         pending = _Collective(work, self, call, on_host(tensors[-1]), self._started)
         if async_op:
+            pending.note_end()
             self._started.add(pending)
             return pending
         pending.wait()
@@ -97,7 +102,7 @@ class DistributedGroup:
 class _Collective:
     """A collective under way."""
 
-    __slots__ = ("_call", "_group", "_on_host", "_started", "_work")
+    __slots__ = ("_call", "_group", "_on_host", "_started", "_work", "ended")
 
     def __init__(
         self, work: dist.Work, group: DistributedGroup, call: str, on_host: bool, started: set[object]
@@ -107,6 +112,16 @@ class _Collective:
         self._call = call
         self._on_host = on_host
         self._started = started
+        self.ended: float | None = None
+
+    def note_end(self) -> None:
+        """Write down when it ends, by the backend's own thread, where the backend tells."""
+        if self._work is not None and self._on_host:
+            with suppress(RuntimeError):  # gloo has it for sums only
+                self._work.get_future().add_done_callback(self._note)
+
+    def _note(self, _: object) -> None:
+        self.ended = time.perf_counter()
 
     def wait(self, timeout: float | None = None) -> None:
         if self._work is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
@@ -53,8 +54,10 @@ class _Round:
 
     def end(self, error: LinkError | None) -> None:
         """Complete the tickets of all who have come."""
+        now = time.perf_counter()
         for ticket in self.tickets:
             if ticket is not None:
+                ticket.ended = now
                 ticket.complete(error)
 
     def _absent(self) -> list[int]:

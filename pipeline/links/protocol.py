@@ -17,6 +17,7 @@ __all__ = [
     "LANE_B",
     "LANE_CONTROL",
     "LANE_F",
+    "Collective",
     "Exchange",
     "Group",
     "Link",
@@ -43,6 +44,14 @@ class Pending(Protocol):
         has timed out is final, the ranks involved cannot exchange anything any more.  Waiting again returns
         at once.
         """
+
+
+class Collective(Pending, Protocol):
+    """A collective that has been started."""
+
+    @property
+    def ended(self) -> float | None:
+        """When it ended, by ``time.perf_counter``; None as long as it has not, and where nobody can tell."""
 
 
 class Link(Protocol):
@@ -91,13 +100,13 @@ class Exchange(Protocol):
     def rank(self) -> int:
         """The caller's index among the members."""
 
-    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Pending:
+    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Collective:
         """Replace the tensor by its sum over the members."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
+    def reduce_scatter(self, output: Tensor, input: Tensor, async_op: bool = False) -> Collective:
         """Sum ``input`` over the members and keep the caller's part: 1-D, n elements of n × members."""
 
-    def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Pending:
+    def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool = False) -> Collective:
         """Join the members' 1-D inputs of n elements in ``output`` of n × members elements."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -156,12 +165,13 @@ class _Done:
     """What has been completed already."""
 
     __slots__ = ()
+    ended = None
 
     def wait(self, timeout: float | None = None) -> None:
         pass
 
 
-DONE: Pending = _Done()
+DONE: Collective = _Done()
 
 
 def own_part(parts: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:

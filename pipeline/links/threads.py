@@ -30,7 +30,7 @@ class Ticket:
     ``payload`` is what the rank brought, and belongs to the world until the ticket is done.
     """
 
-    __slots__ = ("done", "error", "payload", "rank", "signal", "spot", "world")
+    __slots__ = ("done", "ended", "error", "payload", "rank", "signal", "spot", "world")
 
     def __init__(self, world: World, rank: int, spot: Spot, payload: Any) -> None:
         self.world = world
@@ -38,6 +38,7 @@ class Ticket:
         self.spot = spot
         self.payload = payload
         self.done = False
+        self.ended: float | None = None  # of a collective
         self.error: LinkError | None = None
         self.signal: Lock | None = None
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
 from pipeline.comm.compress import Compressor
 from pipeline.comm.ways import Ways
 from pipeline.gradients.flat import FlatVector
-from pipeline.links.protocol import Pending
+from pipeline.links.protocol import Collective
 
 __all__ = ["Shard"]
 
@@ -23,8 +25,9 @@ class Shard:
     alone goes and comes back: views, what autograd has saved, and versions stay what they are.
     """
 
-    __slots__ = ("_arriving", "_has_master", "_stays", "_summing", "_total", "_users", "compressor",
-                 "gradients", "parameters", "start", "stop", "trained", "vector", "ways", "whole", "zero")  # fmt: skip
+    __slots__ = ("_arriving", "_has_master", "_stays", "_summing", "_total", "_users", "arrived_at", "compressor",
+                 "gradients", "parameters", "start", "stop", "summed_at", "trained", "vector", "ways", "whole",
+                 "zero")  # fmt: skip
 
     def __init__(
         self,
@@ -56,9 +59,12 @@ class Shard:
         self.compressor = compressor
         """What sums the gradients instead, where they are compressed."""
         self.ways = ways
+        self.arrived_at = self.summed_at = 0.0
+        """When the parameters were last made whole, and the gradients summed, by ``time.perf_counter``; where nobody
+        can tell, when that was waited for."""
         self._users = 0
-        self._arriving: Pending | None = None
-        self._summing: Pending | None = None
+        self._arriving: Collective | None = None
+        self._summing: Collective | None = None
         self._total: Tensor | None = None
         if zero >= 2:
             _drop(vector.gradients)
@@ -80,6 +86,7 @@ class Shard:
         """Wait until the parameters are whole."""
         if self._arriving is not None:
             self._arriving.wait()
+            self.arrived_at = self._arriving.ended or time.perf_counter()
             self._arriving = None
 
     def release(self) -> None:
@@ -140,6 +147,7 @@ class Shard:
         if self._summing is None:
             return
         self._summing.wait()
+        self.summed_at = self._summing.ended or time.perf_counter()
         self._summing = None
         if self.zero >= 2 and self._total is not None:
             self.gradients.add_(self._total)

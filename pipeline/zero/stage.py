@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeline.layer import Layer
 from pipeline.zero.shard import Shard
 from schedules import Kind
 
-__all__ = ["LayerShards", "StageShards"]
+__all__ = ["Exchanged", "LayerShards", "StageShards"]
+
+
+class Exchanged(NamedTuple):
+    """What replicas of a stage have done together beside their passes, from ``start`` to ``end`` by
+    ``time.perf_counter``."""
+
+    what: str
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,9 @@ class StageShards:
         self._order: Sequence[LayerShards] = ()
         self._gathered = 0  # in this order
         self._under_way: Iterator[Layer] | None = None
+        self._gathers_since = self._reduces_since = 0.0
+        self.exchanged: list[Exchanged] = []
+        """What went on beside passes since this was last cleared."""
 
     # -- what the program says -------------------------------------------------------------------------------
 
@@ -66,6 +80,7 @@ class StageShards:
         self._order = self._layers if Kind.F in before else self._behind
         self._staying = self._stay or len(before) > 1
         self._gathered = 0
+        self._gathers_since = time.perf_counter() if self._staying else 0.0
         self._gather(len(self._order) if self._staying else 1 + self._ahead)
 
     def reshard(self) -> None:
@@ -74,12 +89,16 @@ class StageShards:
             for layer in self._order:
                 for shard in layer.used:
                     shard.ready()
+            self._note_gathers()
+            for layer in self._order:
+                for shard in layer.used:
                     shard.release()
         self._order = ()
 
     def reduce(self) -> None:
         """Start to sum all gradients, unless passes have done that."""
         if not self._bucketed:
+            self._reduces_since = time.perf_counter()
             for layer in self._layers:
                 for shard in layer.matrices + layer.others:
                     shard.reduce()
@@ -91,6 +110,22 @@ class StageShards:
                 shard.ready()
             for shard in layer.matrices + layer.others:
                 shard.reduced()
+        self._note_gathers()
+        if self._reduces_since:
+            ends = [s.summed_at for layer in self._layers for s in layer.matrices + layer.others]
+            self._note("REDUCE_GRAD", self._reduces_since, ends)
+            self._reduces_since = 0.0
+
+    def _note_gathers(self) -> None:
+        if self._gathers_since:
+            ends = [shard.arrived_at for layer in self._layers for shard in layer.used]
+            self._note("UNSHARD", self._gathers_since, ends)
+            self._gathers_since = 0.0
+
+    def _note(self, what: str, since: float, ends: Sequence[float]) -> None:
+        last = max(ends, default=0.0)
+        if last > since:
+            self.exchanged.append(Exchanged(what, since, last))
 
     # -- what a pass does ------------------------------------------------------------------------------------
 

@@ -94,6 +94,36 @@ def test_processes(zero: int) -> None:
     agree(found, plainly(case, where, found.before), str(where), 1e-11)
 
 
+def exchanged(zero: int) -> tuple[list[str], list[str], bool]:
+    """What the predicted and the measured timeline of a step have beside passes, and whether it lies where it must."""
+    cost = LayerCost(
+        name="l", type="L", forward=1e-3, input_grad=1e-3, weight_grad=1e-3, parameters=20, parameter_bytes=80
+    )
+    module = PipelineModule([LayerSpec(nn.Linear, 4, 4) for _ in range(4)], functional.mse_loss)
+    config = {"data_parallel": 2, "zero": zero, "micro_batches": 2, "zero_reduce_every": "step"}
+    engine = initialize(module, config=config, optimizer=torch.optim.SGD, profile=Profile(layers=(cost,) * 4))
+    for _ in range(2):
+        engine.train_batch(iter([Item(torch.ones(1, 4), torch.zeros(1, 4))] * 2))
+    predicted, measured = engine.predicted_timeline(), engine.timeline()
+    starts, ends = ([float(row.min()) for row in measured.start], [float(row.max()) for row in measured.end])
+    placed = all(
+        0 < span.start < span.end and (span.start >= ends[span.rank]) == span.action.startswith("REDUCE")
+        if span.action.startswith("REDUCE")
+        else span.start <= starts[span.rank]
+        for span in measured.other
+    )
+    return sorted(s.action for s in predicted.other), sorted(s.action for s in measured.other), placed
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_both_timelines_show_what_replicas_exchange(zero: int) -> None:
+    reductions = ["REDUCE_GRAD 0", "REDUCE_GRAD 1"]
+    expected = reductions if zero == 0 else [*reductions, "UNSHARD 0", "UNSHARD 1"]
+    for predicted, measured, placed in run_local(exchanged, 4, zero):
+        assert predicted == measured == expected
+        assert placed
+
+
 # -- stages of all sorts -------------------------------------------------------------------------------------
 
 
