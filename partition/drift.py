@@ -52,7 +52,7 @@ def believed(profile: Profile, seen: Seen, moved: Iterable[tuple[int, int, int]]
         speeds[left] *= misjudged
         for layer in {*seen[left], *(number for number, source, _ in moved if source == left)}:
             costs[layer] *= misjudged
-    factors = [_common_factor(costs, speed, own) for speed, own in zip(speeds, seen, strict=True)]
+    factors = _common_factors(costs, speeds, seen)
     known = [factor for factor in factors if factor is not None]
     everywhere = statistics.median_low(known) if known else 1.0
     for rank, factor in enumerate(factors):
@@ -74,19 +74,34 @@ def _misjudged(
         if took is None or costs[number] <= 0:
             continue
         residents = {n: t for n, t in seen[target].items() if (n, target) not in newcomers}
-        usual = _common_factor(costs, speeds[target], residents) or 1.0
+        usual = _common_factors(costs, [speeds[target]], [residents])[0] or 1.0
         found.setdefault(source, []).append((took.total * speeds[target] / costs[number] / usual, costs[number]))
     factors = {source: _median(pairs) for source, pairs in found.items()}
     return {source: factor for source, factor in factors.items() if not _alike(factor, 1.0)}
 
 
-def _common_factor(costs: Sequence[float], speed: float, own: Mapping[int, Seconds]) -> float | None:
-    """How much longer than believed the layers of a rank took, if three quarters of the time say about the same."""
-    ratios = sorted((took.total * speed / costs[n], costs[n]) for n, took in own.items() if costs[n] > 0)
+def _common_factors(costs: Sequence[float], speeds: Sequence[float], seen: Seen) -> list[float | None]:
+    """How much longer than believed the layers of each rank took, if three quarters of the time say about the same.
+
+    About: what scatters by a quarter of that by which ranks differ, on a logarithmic scale, does not hide it.
+    """
+    quartiles = [_quartiles(costs, speed, own) for speed, own in zip(speeds, seen, strict=True)]
+    middles = [found[1] for found in quartiles if found]
+    scatter = max(NOISE, (max(middles) / min(middles)) ** 0.25) if middles else NOISE
+
+    def agree(low: float, middle: float, high: float) -> bool:
+        return _alike(low, middle, scatter) and _alike(middle, high, scatter)
+
+    return [found[1] if found and agree(*found) else None for found in quartiles]
+
+
+def _quartiles(costs: Sequence[float], speed: float, own: Mapping[int, Seconds]) -> tuple[float, float, float] | None:
+    """Of how much longer than believed the layers of a rank took, weighted by time."""
+    timed = [(costs[n], took.total) for n, took in own.items() if costs[n] > 0 and took.total > 0]
+    ratios = sorted((took * speed / cost, cost) for cost, took in timed)
     if not ratios:
         return None
-    low, middle, high = (_quantile(ratios, share) for share in (0.25, 0.5, 0.75))
-    return middle if _alike(low, middle) and _alike(middle, high) else None
+    return _quantile(ratios, 0.25), _quantile(ratios, 0.5), _quantile(ratios, 0.75)
 
 
 def _rescaled(profile: Profile, seen: Seen, speeds: Sequence[float]) -> Profile:
@@ -117,8 +132,8 @@ def _with_times(layer: LayerCost, took: Seconds) -> LayerCost:
     )
 
 
-def _alike(one: float, other: float) -> bool:
-    return abs(math.log(one / other)) <= math.log(NOISE)
+def _alike(one: float, other: float, scatter: float = NOISE) -> bool:
+    return abs(math.log(one / other)) <= math.log(scatter)
 
 
 def _median(pairs: Sequence[tuple[float, float]]) -> float:

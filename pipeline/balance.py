@@ -46,6 +46,7 @@ class Balancer:
         self._moved: tuple[Move, ...] = ()  # since the profile was believed
         self._slower = 1.0  # than was thought, as far as a move was measured
         self._spans: list[float] = []  # seconds of the steps since the last move
+        self._told = ""  # the last proposal by which nothing was to move
         self._promised: Proposal | None = None  # of the last move, until it is known what came of it
         self._sizes = SizeBalancer(config) if config.balance_micro_batch == "auto" else None
 
@@ -178,7 +179,9 @@ class Balancer:
         where = proposal.moves.text().replace("\n", ", ")
         if not act:
             self._alarm.settle()
-            self.notes.append(f"balance: {proposal.reason}; with {where}, {promise} (nothing moves: balance = report)")
+            if where != self._told:
+                self.notes.append(f"balance: {proposal.reason}; with {where}, {promise} (report: nothing moves)")
+            self._told = where
             return None
         self.notes.append(f"balance: {proposal.reason}; {where}; {promise}")
         self._promised, self._moved = proposal, proposal.moves.moves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from pipeline.links.local import LocalLink, run_local
 from pipeline.links.shared_link import is_possible
+from tests.pipeline import own_clock
 from tests.pipeline.orders import declare
 from tests.pipeline.processes import run_processes
 from tests.pipeline.transports import LINK
@@ -27,6 +29,12 @@ def double_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``time.perf_counter`` tells each thread what tests let it spend, and nothing beside."""
+    monkeypatch.setattr(time, "perf_counter", own_clock.now)
 
 
 @pytest.fixture

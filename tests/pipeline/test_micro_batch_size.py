@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeline import LayerSpec, PipelineConfig, PipelineModule, initialize, run_
 from pipeline.batch import Item, rows_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.recut import read_rows
+from tests.pipeline.own_clock import taking
 
 WIDTH = 4
 
@@ -221,19 +221,6 @@ def test_a_run_goes_on_with_the_size_that_was_chosen(tmp_path: Path, monkeypatch
 # -- while training runs -------------------------------------------------------------------------------------
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradients[0], None
-
-
 class Paced(nn.Module):
     """A linear layer that takes a + b·rows seconds each way, as the clock says."""
 
@@ -244,8 +231,7 @@ class Paced(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.clock[0]
-        result: Tensor = _Sleep.apply(self.linear(x), a + b * len(x))
-        return result
+        return taking(self.linear(x), a + b * len(x))
 
 
 def paced(settings: dict[str, Any]) -> tuple[list[int], list[float], tuple[str, ...]]:
@@ -263,6 +249,7 @@ def paced(settings: dict[str, Any]) -> tuple[list[int], list[float], tuple[str, 
     return numbers, found, engine.notes
 
 
+@pytest.mark.usefixtures("own_time")
 def test_the_size_follows_what_layers_cost() -> None:
     numbers, found, notes = run_local(paced, 2, {"balance_micro_batch": "auto"})[0]
     assert numbers[9] <= 2  # where a call costs as much whatever it holds
